@@ -1,0 +1,48 @@
+// What a device must provide. api.cpp checks and allocates, then calls one of these tables; the CPU's is always
+// there, CUDA's where it was built. Every function gives the contract's bytes, so callers may mix them freely.
+#pragma once
+
+#include <functional>
+
+#include "digits.h"
+#include "problem.h"
+
+namespace det_attn {
+
+// Which kernels run. The bytes are the same; kAuto picks the fastest that this device and shape allow.
+enum class Path : int32_t { kAuto = 0, kReference = 1, kMma = 2, kWgmma = 3 };
+
+struct Context {
+  void* stream = nullptr;                       // cudaStream_t; unused on the CPU
+  int device = 0;                               // CUDA device index; unused on the CPU
+  std::function<void*(int64_t bytes)> workspace;  // uninitialised device memory, 256-byte aligned, alive for the call
+  Path path = Path::kAuto;
+};
+
+enum class RowKind : int32_t { kQuery = 0, kKey = 1, kValue = 2 };
+
+struct Backend {
+  // Section 1. x [batch, heads, length, head_dim] -> integers int32 of the same shape, exponents int32 without the
+  // last dimension, both contiguous. Queries are scaled. Query and key rows with a non-finite element get exponent
+  // kPoisonedExponent and integers 0; non-finite value elements get kValueNan, kValuePosInf, kValueNegInf.
+  void (*rows)(const Context&, const View& x, int64_t batch, int64_t heads, int64_t length, int64_t head_dim,
+               RowKind kind, double scale, Precision precision, int32_t* integers, int32_t* exponents);
+
+  // Sections 2, 3. rowmax float64 [batch, q_heads, q_len] contiguous, the public form.
+  void (*rowmax)(const Context&, const Problem&, double* rowmax);
+
+  // Sections 4, 5, 7. num int64 [batch, q_heads, q_len, head_dim, 12] normalised, den int64 [batch, q_heads, q_len].
+  void (*accumulate)(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+
+  // Section 6. num [count, head_dim, 12] (normal or not), den [count] -> out [count, head_dim] contiguous.
+  void (*finalize)(const Context&, const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim,
+                   Precision precision, void* out, DType out_dtype);
+
+  // The fused call: rowmax, accumulate and finalize without NUM ever in memory. rowmax and den as above.
+  void (*forward)(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
+};
+
+const Backend& cpu_backend();
+const Backend& cuda_backend();  // defined only in CUDA builds
+
+}  // namespace det_attn

@@ -1,0 +1,249 @@
+// The contract's scalar rules (docs/contract.md sections 1-4 and 6), for host and device.
+// In: numbers of one row, one pair or one output. Out: the integers and bytes the contract names.
+// Every implementation includes this file; nobody repeats a rule.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define DET_HD __host__ __device__ __forceinline__
+#else
+#define DET_HD static inline  // internal linkage: files built for different ISAs must not share a copy
+#endif
+
+// The rules are exact only while no compiler contracts a*b+c or flushes denormals.
+#if defined(__FAST_MATH__)
+#error "det-attn must not be compiled with -ffast-math"
+#endif
+
+namespace det_attn {
+
+// ---- Precision -------------------------------------------------------------------------------------------------
+
+struct Precision {
+  int operand_bits;  // b: a row element is a signed b-bit integer
+  int weight_bits;   // T: the weight at the row maximum is exactly 2^T
+};
+
+constexpr Precision kHighest{24, 31};
+constexpr Precision kHigh{16, 23};
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kMinExponent = -126;         // section 1: the exponent of a row of zeros and of tiny rows
+constexpr int kScoreFractionBits = 24;     // S and M are in units of 2^-24
+constexpr int64_t kScoreLimit = int64_t(1) << 52;  // S saturates here, so M * 2^-24 is exact in float64
+
+// Exponent that marks a query or key row holding a NaN or an infinity (section 7).
+constexpr int32_t kPoisonedExponent = INT32_MAX;
+// Integers that mark a non-finite value element; a b-bit integer never reaches them.
+constexpr int32_t kValueNan = INT32_MIN;
+constexpr int32_t kValuePosInf = INT32_MAX;
+constexpr int32_t kValueNegInf = -INT32_MAX;
+
+// M_i as an integer: section 7 for poisoned rows, section 2 for rows that attend nothing.
+constexpr int64_t kRowmaxPoisoned = INT64_MAX;
+constexpr int64_t kRowmaxEmpty = INT64_MIN;
+
+// ---- Bits ------------------------------------------------------------------------------------------------------
+
+DET_HD uint64_t bits_of(double x) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<uint64_t>(__double_as_longlong(x));
+#else
+  uint64_t u;
+  std::memcpy(&u, &x, sizeof u);
+  return u;
+#endif
+}
+
+DET_HD double double_of(uint64_t u) {
+#if defined(__CUDA_ARCH__)
+  return __longlong_as_double(static_cast<long long>(u));
+#else
+  double x;
+  std::memcpy(&x, &u, sizeof x);
+  return x;
+#endif
+}
+
+DET_HD float float_of(uint32_t u) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(u);
+#else
+  float x;
+  std::memcpy(&x, &u, sizeof x);
+  return x;
+#endif
+}
+
+// 2^n exactly, -1022 <= n <= 1023.
+DET_HD double pow2(int n) { return double_of(static_cast<uint64_t>(n + 1023) << 52); }
+
+DET_HD bool is_finite(double x) { return (bits_of(x) & 0x7ff0000000000000ull) != 0x7ff0000000000000ull; }
+
+// One float32 fma, one float32 multiply, one float64 multiply: spelled so that no compiler may fuse or split them.
+DET_HD float fma_f32(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+DET_HD float mul_f32(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+DET_HD double mul_f64(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+DET_HD double add_f64(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+// ---- Section 1: rows -------------------------------------------------------------------------------------------
+
+// e with 2^(e-1) <= max_abs < 2^e, never below kMinExponent. max_abs is finite and >= 0.
+DET_HD int row_exponent(double max_abs) {
+  const int e = static_cast<int>((bits_of(max_abs) >> 52) & 0x7ff) - 1022;
+  return e < kMinExponent ? kMinExponent : e;
+}
+
+// Nearest integer, ties to even, for |x| < 2^51: adding 1.5 * 2^52 leaves no fraction bits.
+DET_HD double rne(double x) {
+  const double magic = 6755399441055744.0;
+  return add_f64(add_f64(x, magic), -magic);
+}
+
+// x^ of one element of a row with exponent e. The scaling is by a power of two, so exact (or far below 1/2).
+DET_HD int32_t quantise(double x, int e, int operand_bits) {
+  const int limit = 1 << (operand_bits - 1);
+  const int q = static_cast<int>(rne(mul_f64(x, pow2(operand_bits - 1 - e))));
+  return q >= limit ? limit - 1 : (q < -limit ? -limit : q);
+}
+
+// ---- Section 2: scores -----------------------------------------------------------------------------------------
+
+// r of a query row and a key row: how far I is shifted right to land on the 2^-24 grid (negative: left).
+DET_HD int score_shift(int eq, int ek, int operand_bits) {
+  return 2 * (operand_bits - 1) - kScoreFractionBits - eq - ek;
+}
+
+// S from the exact dot product, |dot| <= 2^54.
+DET_HD int64_t score_of(int64_t dot, int r) {
+  if (r > 62) return 0;  // |dot| <= 2^54 < 2^(r-1)
+  int64_t s;
+  if (r > 0) {
+    s = (dot + (int64_t(1) << (r - 1))) >> r;
+  } else {
+    if (dot == 0) return 0;
+    if (r <= -52) return dot > 0 ? kScoreLimit : -kScoreLimit;
+    const int64_t limit = kScoreLimit >> -r;  // dot * 2^-r saturates exactly when |dot| >= limit
+    if (dot >= limit) return kScoreLimit;
+    if (dot <= -limit) return -kScoreLimit;
+    s = dot * (int64_t(1) << -r);
+  }
+  if (s > kScoreLimit) return kScoreLimit;
+  if (s < -kScoreLimit) return -kScoreLimit;
+  return s;
+}
+
+// ---- Section 3: row maximum ------------------------------------------------------------------------------------
+
+// The public float64 rowmax of the integer M.
+DET_HD double rowmax_to_public(int64_t m) {
+  if (m == kRowmaxPoisoned) return double_of(0x7ff8000000000000ull);
+  if (m == kRowmaxEmpty) return double_of(0xfff0000000000000ull);
+  return mul_f64(static_cast<double>(m), pow2(-kScoreFractionBits));
+}
+
+// The integer M of a public rowmax. Values no row can have are clamped to the score range.
+DET_HD int64_t rowmax_from_public(double m) {
+  if (m != m) return kRowmaxPoisoned;
+  if (m == double_of(0xfff0000000000000ull)) return kRowmaxEmpty;
+  const double s = mul_f64(m, pow2(kScoreFractionBits));
+  const double limit = static_cast<double>(kScoreLimit);
+  return static_cast<int64_t>(s > limit ? limit : (s < -limit ? -limit : s));
+}
+
+// ---- Section 4: weights ----------------------------------------------------------------------------------------
+
+constexpr int64_t kZeroWeightDistance = int64_t(1) << 29;  // W = 0 from here on
+constexpr uint32_t kLog2eFixed = 1549082005u;              // round(log2(e) * 2^30)
+
+// 2^-g for g in [-1/2, 1/2): the contract's polynomial. The result is a multiple of 2^-24 below 2.
+DET_HD float exp2_poly(float g) {
+  float p = float_of(0x3920fb96u);
+  p = fma_f32(g, p, float_of(0xbaaf9f01u));
+  p = fma_f32(g, p, float_of(0x3c1d96ceu));
+  p = fma_f32(g, p, float_of(0xbd635780u));
+  p = fma_f32(g, p, float_of(0x3e75fdecu));
+  p = fma_f32(g, p, float_of(0xbf317218u));
+  return fma_f32(g, p, float_of(0x3f800000u));
+}
+
+// W of dist = M - S. A negative dist (a rowmax that is not the maximum) is read as 0.
+DET_HD uint32_t weight_of(int64_t dist, int weight_bits) {
+  if (dist >= kZeroWeightDistance) return 0;
+  const uint32_t d = dist < 0 ? 0u : static_cast<uint32_t>(dist);
+  const uint32_t u = static_cast<uint32_t>((static_cast<uint64_t>(d) * kLog2eFixed + (1u << 29)) >> 30);
+  const int n = static_cast<int>((u + (1u << 23)) >> 24);
+  const int fraction = static_cast<int>(u) - (n << 24);  // in [-2^23, 2^23): exact in float32
+  const float g = mul_f32(static_cast<float>(fraction), 5.9604644775390625e-08f);
+  const float p = exp2_poly(g);
+  // p * 2^31 is an integer below 2^32; so is the rounded shift for every n + 31 - T >= 0.
+  const uint32_t w = static_cast<uint32_t>(mul_f32(p, 2147483648.0f));
+  const int shift = n + 31 - weight_bits;
+  if (shift == 0) return w;
+  if (shift > 33) return 0;
+  return static_cast<uint32_t>((static_cast<uint64_t>(w) + (uint64_t(1) << (shift - 1))) >> shift);
+}
+
+// ---- Sections 5 and 7: special values --------------------------------------------------------------------------
+
+constexpr int64_t kCountNan = int64_t(1) << 42;
+constexpr int64_t kCountNegInf = int64_t(1) << 21;
+constexpr int64_t kCountPosInf = 1;
+
+// Digit 11's contribution of one value element of an attended key; 0 for a finite element.
+DET_HD int64_t special_count(int32_t v) {
+  if (v == kValueNan) return kCountNan;
+  if (v == kValueNegInf) return kCountNegInf;
+  if (v == kValuePosInf) return kCountPosInf;
+  return 0;
+}
+
+// ---- Section 6: output -----------------------------------------------------------------------------------------
+
+constexpr uint32_t kQuietNan = 0x7fc00000u;
+
+// num: f64(NUM) in true units. den: DEN in units of 2^-T. special: digit 11.
+DET_HD float output_of(double num, int64_t den, int64_t special, int weight_bits) {
+  if (special != 0) {
+    const bool nan = special >= kCountNan;
+    const bool neg = (special & (kCountNan - 1)) >= kCountNegInf;
+    const bool pos = (special & (kCountNegInf - 1)) != 0;
+    if (nan || (neg && pos)) return float_of(kQuietNan);
+    return float_of(neg ? 0xff800000u : 0x7f800000u);
+  }
+  if (den == 0 || num == 0.0) return 0.0f;
+#if defined(__CUDA_ARCH__)
+  const double d = __dmul_rn(__ll2double_rn(den), pow2(-weight_bits));
+  return __double2float_rn(__ddiv_rn(num, d));
+#else
+  return static_cast<float>(num / (static_cast<double>(den) * pow2(-weight_bits)));
+#endif
+}
+
+}  // namespace det_attn
