@@ -86,8 +86,8 @@ struct Mask {
   bool causal;
   int64_t diagonal;      // causal: local key j is attended when j <= query + diagonal  (q_offset - kv_offset)
 
-  DET_HD int64_t begin(int64_t) const { return kv_lo; }
-  DET_HD int64_t end(int64_t query) const {
+  DET_MEMBER int64_t begin(int64_t) const { return kv_lo; }
+  DET_MEMBER int64_t end(int64_t query) const {
     if (!causal) return kv_hi;
     const int64_t last = query + diagonal + 1;
     return last < kv_lo ? kv_lo : (last < kv_hi ? last : kv_hi);
@@ -101,7 +101,7 @@ struct Problem {
   double scale;
   Precision precision;
 
-  DET_HD int64_t kv_head(int64_t q_head) const { return q_head / (q_heads / kv_heads); }
+  DET_MEMBER int64_t kv_head(int64_t q_head) const { return q_head / (q_heads / kv_heads); }
 };
 
 }  // namespace det_attn
