@@ -8,8 +8,10 @@
 
 #if defined(__CUDACC__)
 #define DET_HD __host__ __device__ __forceinline__
+#define DET_MEMBER __host__ __device__ __forceinline__
 #else
 #define DET_HD static inline  // internal linkage: files built for different ISAs must not share a copy
+#define DET_MEMBER inline __attribute__((always_inline))  // the same for members, which cannot have it
 #endif
 
 // The rules are exact only while no compiler contracts a*b+c or flushes denormals.
