@@ -1,0 +1,108 @@
+"""What several test files need: the kernel's paths on a device, every boundary of a call, hashes of a boundary.
+
+In: tensors and the loaded kernel. Out: dicts of tensors by the contract's names, on the CPU.
+"""
+
+import functools
+import hashlib
+
+import numpy as np
+import torch
+
+import generators
+import oracle
+from conftest import assert_same_bits
+
+ALL_PATHS = {"cpu": ("auto",), "cuda": ("auto", "reference", "mma", "wgmma")}
+
+
+def path_is_there(kernel, device, path, dtype=torch.float32):
+    """Whether this build and this GPU have the path. Any refusal but `not built` or `not available` is a failure."""
+    x = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
+    try:
+        kernel.det_attn(x, x, x, path=path)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        text = str(error).lower()
+        if "not built" in text or "not available" in text or "needs" in text:
+            return False
+        raise
+    return True
+
+
+@functools.lru_cache(maxsize=None)
+def paths(kernel, device):
+    """The paths to test on a device."""
+    return tuple(p for p in ALL_PATHS[device] if p == "auto" or path_is_there(kernel, device, p))
+
+
+def tensor(x):
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def split_heads(**kwargs):
+    """Sizes for `generators.inputs` out of a case that says heads=(Hq, Hkv)."""
+    kwargs = dict(kwargs)
+    kwargs["Hq"], kwargs["Hkv"] = kwargs.pop("heads", (1, 1))
+    return kwargs
+
+
+def oracle_boundaries(Q, K, V, causal=False, scale=None, precision="highest", q_offset=None):
+    """Every named boundary by the oracle."""
+    found = {}
+    for name, kind, x in (("Q", "query", Q), ("K", "key", K), ("V", "value", V)):
+        found[f"rows({name}).integers"], found[f"rows({name}).exponents"] = oracle.rows(
+            x, kind, scale if kind == "query" else None, precision
+        )
+    out, rowmax, num, den = oracle.det_attn(Q, K, V, causal, scale, precision=precision, q_offset=q_offset)
+    found.update(rowmax=rowmax, NUM=num, DEN=den, out=out)
+    return {name: tensor(x) for name, x in found.items()}
+
+
+def kernel_boundaries(kernel, Q, K, V, causal=False, scale=None, precision="highest", q_offset=None, path="auto"):
+    """Every named boundary by the kernel, stage by stage; `fused` is the one call that does all."""
+    found = {}
+    for name, kind, x in (("Q", "query", Q), ("K", "key", K), ("V", "value", V)):
+        found[f"rows({name}).integers"], found[f"rows({name}).exponents"] = kernel.rows(
+            x, kind, scale if kind == "query" else None, precision=precision
+        )
+    how = dict(precision=precision, q_offset=q_offset, path=path)
+    rowmax = kernel.rowmax(Q, K, causal, scale, **how)
+    num, den = kernel.accumulate(Q, K, V, rowmax, causal, scale, **how)
+    out = kernel.finalize(num, den, precision=precision)
+    fused, state = kernel.det_attn(Q, K, V, causal, scale, return_state=True, **how)
+    found.update(rowmax=rowmax, NUM=num, DEN=den, out=out, fused=fused)
+    found.update({"fused rowmax": state.rowmax, "fused DEN": state.den})
+    return {name: x.cpu() for name, x in found.items()}
+
+
+def assert_same_boundaries(found, expected):
+    """The same bytes at every boundary; names the first one that differs, in the order of the data flow."""
+    twin = {"fused": "out", "fused rowmax": "rowmax", "fused DEN": "DEN"}
+    for name, x in found.items():
+        try:
+            assert_same_bits(x, expected[twin.get(name, name)])
+        except AssertionError as error:
+            raise AssertionError(f"boundary {name}: {error}") from None
+
+
+def check_against_oracle(kernel, device, inputs, causal=False, scale=None, precision="highest", q_offset=None):
+    """Kernel on every path of `device` against the oracle; returns the oracle's boundaries."""
+    how = dict(causal=causal, scale=scale, precision=precision, q_offset=q_offset)
+    expected = oracle_boundaries(*inputs, **how)
+    on_device = [x.to(device) for x in inputs]
+    for path in paths(kernel, device):
+        assert_same_boundaries(kernel_boundaries(kernel, *on_device, path=path, **how), expected)
+    return expected
+
+
+def sha256(x):
+    """The contract's canonical hash of a boundary: the bytes, C-contiguous, little endian."""
+    x = x.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        x = x.view(torch.int16)
+    return hashlib.sha256(x.numpy().tobytes()).hexdigest()
+
+
+def make(family, device="cpu", **sizes):
+    """Q, K, V of a family on a device."""
+    return tuple(x.to(device) for x in generators.inputs(family, **split_heads(**sizes)))

@@ -1,0 +1,254 @@
+"""The oracle: docs/contract.md in numpy and Python integers. Short and slow on purpose; shares nothing with csrc/.
+
+In: float32 arrays (or torch tensors of any input dtype), Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D].
+Out: the integers and bytes of every named boundary. One function per section of the contract.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+BITS = {"highest": (24, 31), "high": (16, 23)}  # b operand bits, T weight bits
+POLY = np.array([0x3F800000, 0xBF317218, 0x3E75FDEC, 0xBD635780, 0x3C1D96CE, 0xBAAF9F01, 0x3920FB96], np.uint32)
+POLY = POLY.view(np.float32)
+POISONED = np.iinfo(np.int64).max  # M of a row that a NaN or infinity in Q or K reaches
+EMPTY = np.iinfo(np.int64).min  # M of a row that attends nothing
+NAN, NEG_INF, POS_INF = 1 << 42, 1 << 21, 1  # what one special value adds to digit 11
+BAD_ROW = np.iinfo(np.int32).max  # exponent that `rows` gives a query or key row with a NaN or infinity
+V_MARK = {"nan": -(2**31), "+inf": 2**31 - 1, "-inf": -(2**31) + 1}  # integers that `rows` gives such values
+
+
+def to_f32(x):
+    """Every input dtype is a subset of float32, so this is exact."""
+    if hasattr(x, "detach"):
+        x = x.detach().cpu().float().numpy()
+    return np.asarray(x, np.float32)
+
+
+def rhu(x, s):
+    """(x + 2^(s-1)) >> s, and x for s = 0; 0 <= s <= 61 and |x| < 2^62."""
+    half = np.where(s > 0, np.int64(1) << np.maximum(s - 1, 0), 0)
+    return (x + half) >> s
+
+
+# -- 1. Rows -----------------------------------------------------------------------------------------------------
+
+
+def rows(x, kind, scale=None, precision="highest"):
+    """(x^ int32 [..., D], e int32 [...]). `kind` is query, key or value; only queries are scaled."""
+    b = BITS[precision][0]
+    x = to_f32(x).astype(np.float64)
+    if kind == "query":
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            x = x * np.float64(default_scale(scale, x.shape[-1]))
+    finite = np.isfinite(x)
+    largest = np.abs(np.where(finite, x, 0)).max(-1, initial=0)
+    e = np.where(largest > 0, np.frexp(largest)[1], -126).clip(min=-126)
+    scaled = np.ldexp(np.where(finite, x, 0), b - 1 - e[..., None])
+    xi = np.rint(scaled).clip(-(2.0 ** (b - 1)), 2.0 ** (b - 1) - 1).astype(np.int64)
+    if kind == "value":
+        xi = np.where(np.isnan(x), V_MARK["nan"], xi)
+        xi = np.where(np.isposinf(x), V_MARK["+inf"], xi)
+        xi = np.where(np.isneginf(x), V_MARK["-inf"], xi)
+    else:
+        bad = ~finite.all(-1)
+        xi = np.where(bad[..., None], 0, xi)
+        e = np.where(bad, BAD_ROW, e)
+    return xi.astype(np.int32), e.astype(np.int32)
+
+
+def default_scale(scale, head_dim):
+    return 1 / float(np.sqrt(np.float64(head_dim))) if scale is None else float(scale)
+
+
+# -- 2. Scores ---------------------------------------------------------------------------------------------------
+
+
+def scores(q, eq, k, ek, b):
+    """S int64 [Sq, Skv] of the integer rows q [Sq, D] and k [Skv, D]."""
+    dot = q.astype(np.int64) @ k.astype(np.int64).T
+    r = 2 * (b - 1) - 24 - eq.astype(np.int64)[:, None] - ek.astype(np.int64)[None, :]
+    right = rhu(dot, r.clip(0, 60))  # |I| <= 2^54, so every r >= 56 gives 0
+    left = (-r).clip(0, 52)
+    limit = np.int64(2**52) >> left  # from |I| = limit on, I * 2^-r saturates
+    return np.where(r > 0, right, dot.clip(-limit, limit) << left).clip(-(2**52), 2**52)
+
+
+def attended(q_len, kv_len, causal, kv_lo=0, kv_hi=None, q_offset=None, kv_offset=0):
+    """Mask [Sq, Skv]. kv_lo and kv_hi count rows of the K given; row 0 of it is global key kv_offset."""
+    i, j = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
+    mask = (j >= kv_lo) & (j < (kv_len if kv_hi is None else kv_hi)) & (i >= 0)
+    if causal:
+        offset = kv_len - q_len if q_offset is None else q_offset
+        mask &= j + kv_offset <= i + offset
+    return mask
+
+
+# -- 3. Row maximum ----------------------------------------------------------------------------------------------
+
+
+def row_maximum(S, mask, q_bad, k_bad):
+    """M int64 [Sq]."""
+    M = np.where(mask, S, EMPTY).max(-1, initial=EMPTY)
+    return np.where(q_bad | (mask & k_bad).any(-1), POISONED, M)
+
+
+def public_rowmax(M):
+    m = np.where((M == EMPTY) | (M == POISONED), 0, M) * 2.0**-24
+    return np.where(M == POISONED, np.nan, np.where(M == EMPTY, -np.inf, m))
+
+
+def integer_rowmax(m):
+    M = (np.where(np.isfinite(m), m, 0) * 2.0**24).astype(np.int64)
+    return np.where(np.isnan(m), POISONED, np.where(np.isneginf(m), EMPTY, M))
+
+
+# -- 4. Weights --------------------------------------------------------------------------------------------------
+
+
+def fma32(a, b, c):
+    """f32(a * b + c) rounded once, for float32 arrays: the float64 sum is rounded to odd, then to float32."""
+    product = a.astype(np.float64) * b.astype(np.float64)  # 48 bits: exact
+    c = np.float64(c)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)  # Knuth's two-sum: total + error is the exact sum
+    odd = np.where(error > 0, np.nextafter(total, np.inf), np.nextafter(total, -np.inf))
+    even = (total.view(np.int64) & 1) == 0
+    return np.where((error != 0) & even, odd, total).astype(np.float32)
+
+
+def exp2_minus(g):
+    """p: 2^-g by the contract's polynomial, g float32 in [-1/2, 1/2)."""
+    p = np.full_like(g, POLY[6])
+    for c in POLY[5::-1]:
+        p = fma32(g, p, c)
+    return p
+
+
+def weights(dist, T):
+    """W int64 of dist = M - S >= 0."""
+    inside = dist < 2**29
+    u = (np.where(inside, dist, 0) * np.int64(1549082005) + 2**29) >> 30
+    n = (u + 2**23) >> 24
+    g = ((u - (n << 24)).astype(np.float32) * np.float32(2.0**-24)).astype(np.float32)
+    w = np.ldexp(exp2_minus(g).astype(np.float64), 31).astype(np.int64)
+    s = n + 31 - T
+    return np.where(inside & (s <= 33), rhu(w, s.clip(0, 33)), 0)
+
+
+# -- 5 and 7. Exact sums -----------------------------------------------------------------------------------------
+
+
+def exact_sums(W, mask, v, ev, b, T):
+    """NUM [Sq, D] as Python integers in units of 2^-180, and digit 11 [Sq, D]."""
+    total = np.zeros((W.shape[0], v.shape[1]), object)
+    special = sum(
+        (mask.astype(np.int64) @ (v == V_MARK[name]).astype(np.int64)) * count
+        for name, count in (("nan", NAN), ("-inf", NEG_INF), ("+inf", POS_INF))
+    )
+    v = np.where(np.isin(v, list(V_MARK.values())), 0, v).astype(np.int64)
+    for e in np.unique(ev):
+        of = ev == e
+        high, low = W[:, of] >> 16, W[:, of] & 0xFFFF  # halves of 16 bits: 2^16 * 2^23 * 2^23 keys fit an int64
+        terms = ((high @ v[of]).astype(object) << 16) + (low @ v[of]).astype(object)
+        total = total + terms * 2 ** int(e - (b - 1) - T + 180)
+    return total, special
+
+
+def to_digits(total, special):
+    """Normal digits int64 [..., 12] of Python integers in units of 2^-180."""
+    digits = [(total >> (32 * k)) & 0xFFFFFFFF for k in range(10)] + [total >> 320, special]
+    return np.stack([d.astype(np.int64) for d in digits], -1)
+
+
+def from_digits(num):
+    """The Python integers, in units of 2^-180, of any digits, normal or not."""
+    num = np.asarray(num).astype(object)
+    return sum((num[..., k] * 2 ** (32 * k) for k in range(1, 11)), num[..., 0])
+
+
+# -- 6 and 7. Output ---------------------------------------------------------------------------------------------
+
+
+def finalize(NUM, DEN, precision="highest"):
+    """out float32 [..., D]."""
+    T = BITS[precision][1]
+    NUM, DEN = np.asarray(NUM), np.asarray(DEN)
+    num = np.ldexp(from_digits(NUM).astype(np.float64), -180)  # float(int) rounds once, to even
+    den = DEN.astype(np.float64)[..., None] * 2.0**-T
+    with np.errstate(over="ignore", under="ignore"):
+        out = np.divide(num, den, out=np.zeros_like(num), where=(den != 0) & (num != 0)).astype(np.float32)
+    special = NUM[..., 11]
+    nan, neg, pos = special >> 42, (special >> 21) & (2**21 - 1), special & (2**21 - 1)
+    out = np.where(pos > 0, np.float32(np.inf), out)
+    out = np.where(neg > 0, np.float32(-np.inf), out)
+    out = np.where((nan > 0) | ((neg > 0) & (pos > 0)), np.float32(np.nan), out)  # numpy's nan is 0x7fc00000
+    return out.astype(np.float32)
+
+
+# -- The stages over batches and heads ---------------------------------------------------------------------------
+
+
+class Pairs(NamedTuple):
+    """One query head against its key head: everything up to the scores."""
+
+    S: np.ndarray
+    mask: np.ndarray
+    q_bad: np.ndarray
+    k_bad: np.ndarray
+
+
+def _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset):
+    """((batch, query head, key head), Pairs) for every query head."""
+    b = BITS[precision][0]
+    q, eq = rows(Q, "query", scale, precision)
+    k, ek = rows(K, "key", None, precision)
+    q_bad, k_bad = eq == BAD_ROW, ek == BAD_ROW
+    eq, ek = np.where(q_bad, 0, eq), np.where(k_bad, 0, ek)
+    mask = attended(q.shape[2], k.shape[2], causal, kv_lo, kv_hi, q_offset, kv_offset)
+    group = max(q.shape[1] // max(k.shape[1], 1), 1)
+    for batch in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            at, to = (batch, h), (batch, h // group)
+            yield at, to, Pairs(scores(q[at], eq[at], k[to], ek[to], b), mask, q_bad[at], k_bad[to])
+
+
+def rowmax(Q, K, causal=False, scale=None, kv_lo=0, kv_hi=None, *, precision="highest", q_offset=None, kv_offset=0):
+    """float64 [B, Hq, Sq]."""
+    out = np.empty(Q.shape[:3], np.float64)
+    for at, _, pair in _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset):
+        out[at] = public_rowmax(row_maximum(*pair))
+    return out
+
+
+def accumulate(Q, K, V, rowmax, causal=False, scale=None, kv_lo=0, kv_hi=None, *, precision="highest", q_offset=None,
+               kv_offset=0):
+    """(NUM int64 [B, Hq, Sq, D, 12] normalised, DEN int64 [B, Hq, Sq])."""
+    b, T = BITS[precision]
+    v, ev = rows(V, "value", None, precision)
+    M = integer_rowmax(np.asarray(rowmax))
+    NUM = np.zeros((*Q.shape, 12), np.int64)
+    DEN = np.zeros(Q.shape[:3], np.int64)
+    for at, to, pair in _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset):
+        bad = M[at] == POISONED
+        mask = pair.mask & ~bad[:, None]
+        W = np.where(mask, weights(np.where(mask, M[at][:, None], 0) - np.where(mask, pair.S, 0), T), 0)
+        DEN[at] = W.sum(-1)
+        total, special = exact_sums(W, mask, v[to], ev[to], b, T)
+        NUM[at] = to_digits(total, special + np.where(bad, NAN, 0)[:, None])
+    return NUM, DEN
+
+
+class Forward(NamedTuple):
+    out: np.ndarray
+    rowmax: np.ndarray
+    NUM: np.ndarray
+    DEN: np.ndarray
+
+
+def det_attn(Q, K, V, causal=False, scale=None, *, precision="highest", q_offset=None):
+    """Every boundary of the fused call: Forward(out, rowmax, NUM, DEN)."""
+    m = rowmax(Q, K, causal, scale, precision=precision, q_offset=q_offset)
+    NUM, DEN = accumulate(Q, K, V, m, causal, scale, precision=precision, q_offset=q_offset)
+    return Forward(finalize(NUM, DEN, precision), m, NUM, DEN)
