@@ -1,0 +1,73 @@
+"""What every test shares: the kernel, loaded the way a user loads it, the devices, and equality to the last bit.
+
+In: build/ as tools/build.py leaves it. LOCAL_KERNELS points `kernels` at it, so nothing is fetched from the Hub.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+REPO_ID = "phanerozoic/det-attn"
+os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={ROOT}"
+HAS_CUDA = torch.cuda.is_available()
+
+# Bits of each dtype as an integer of its size: the only equality under which -0 is not 0 and NaN is itself.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, and said so at the end, where there is none")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_CUDA:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no CUDA device" in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_sep("=", f"NO CUDA DEVICE: {len(skipped)} tests did not run", yellow=True, bold=True)
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    """The module that get_kernel returns."""
+    from kernels import get_kernel
+
+    try:
+        return get_kernel(REPO_ID, version=1, trust_remote_code=True)
+    except FileNotFoundError as error:
+        pytest.exit(f"no build that fits this torch; run make build first\n{error}", returncode=1)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def assert_same_bits(a, b, what=""):
+    """Same dtype, shape and bytes, whatever the device; otherwise fail with the first place that differs."""
+    a, b = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in (a, b))
+    what = f"{what}: " if what else ""
+    assert a.dtype == b.dtype, f"{what}dtype {a.dtype} against {b.dtype}"
+    assert a.shape == b.shape, f"{what}shape {tuple(a.shape)} against {tuple(b.shape)}"
+    bits = BITS[a.element_size()]
+    a_bits, b_bits = (x.detach().cpu().contiguous().view(bits) for x in (a, b))
+    if torch.equal(a_bits, b_bits):
+        return
+    differing = (a_bits != b_bits).nonzero()
+    at = tuple(differing[0].tolist())
+    digits, mask = 2 * a.element_size(), (1 << 8 * a.element_size()) - 1
+    pytest.fail(
+        f"{what}{len(differing)} of {a.numel()} elements differ, first at {list(at)}: "
+        f"{a[at].item()!r} (0x{a_bits[at].item() & mask:0{digits}x}) against "
+        f"{b[at].item()!r} (0x{b_bits[at].item() & mask:0{digits}x})"
+    )
