@@ -1,0 +1,266 @@
+// Checks, allocation and dispatch of the torch ops. In: tensors and resolved arguments. Out: the Backend's results.
+// The checks here are those that memory safety needs, whoever calls the op; det_attn/checks.py has the friendly ones.
+#include "api.h"
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <optional>
+#include <vector>
+
+#include "backend.h"
+#include "float_env.h"
+
+#if defined(CUDA_KERNEL)
+// The shim declares it only where USE_CUDA is defined.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#endif
+
+namespace det_attn {
+namespace {
+
+using torch::stable::Device;
+
+// ---- Arguments -------------------------------------------------------------------------------------------------
+
+Precision parse_precision(const std::string& name) {
+  if (name == "highest") return kHighest;
+  STD_TORCH_CHECK(name == "high", "precision: got '", name, "', allowed are 'highest' and 'high'");
+  return kHigh;
+}
+
+Path parse_path(const std::string& name) {
+  if (name == "auto") return Path::kAuto;
+  if (name == "reference") return Path::kReference;
+  if (name == "mma") return Path::kMma;
+  STD_TORCH_CHECK(name == "wgmma", "path: got '", name, "', allowed are 'auto', 'reference', 'mma' and 'wgmma'");
+  return Path::kWgmma;
+}
+
+RowKind parse_kind(const std::string& name) {
+  if (name == "query") return RowKind::kQuery;
+  if (name == "key") return RowKind::kKey;
+  STD_TORCH_CHECK(name == "value", "kind: got '", name, "', allowed are 'query', 'key' and 'value'");
+  return RowKind::kValue;
+}
+
+DType parse_dtype(ScalarType dtype, const char* name) {
+  if (dtype == ScalarType::Float) return DType::kFloat32;
+  if (dtype == ScalarType::BFloat16) return DType::kBFloat16;
+  STD_TORCH_CHECK(dtype == ScalarType::Half, name, ": got dtype ", torch::headeronly::toString(dtype),
+                  ", allowed are float32, bfloat16 and float16");
+  return DType::kFloat16;
+}
+
+void check_scale(double scale) { STD_TORCH_CHECK(is_finite(scale), "scale: got ", scale, ", it must be finite"); }
+
+void check_device(const Tensor& x, const Device& device, const char* name) {
+  STD_TORCH_CHECK(x.device() == device, name, ": every tensor of the call must be on one device");
+}
+
+// A [batch, heads, length, head_dim] tensor that View can describe.
+View view_of(const Tensor& x, const char* name) {
+  STD_TORCH_CHECK(x.dim() == 4, name, ": got ", x.dim(), " dimensions, must be 4-D [batch, heads, length, head_dim]");
+  STD_TORCH_CHECK(x.size(3) >= 1 && x.size(3) <= kMaxHeadDim, name, ": got head_dim ", x.size(3), ", allowed is 1 to ",
+                  kMaxHeadDim);
+  STD_TORCH_CHECK(x.stride(3) == 1 || x.size(3) == 1, name, ": got stride ", x.stride(3),
+                  " in the last dimension, must be 1; call .contiguous()");
+  return View{x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), parse_dtype(x.scalar_type(), name)};
+}
+
+void check_shape(const Tensor& x, const char* name, ScalarType dtype, const std::vector<int64_t>& shape) {
+  STD_TORCH_CHECK(x.scalar_type() == dtype, name, ": got dtype ", torch::headeronly::toString(x.scalar_type()),
+                  ", must be ", torch::headeronly::toString(dtype));
+  bool same = x.dim() == static_cast<int64_t>(shape.size());
+  for (size_t d = 0; same && d < shape.size(); ++d) same = x.size(static_cast<int64_t>(d)) == shape[d];
+  STD_TORCH_CHECK(same, name, ": its shape does not match the other arguments");
+}
+
+// Everything rowmax, accumulate and forward share. v is null for rowmax.
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor* v, bool causal, double scale,
+                   const std::string& precision, int64_t diagonal, int64_t kv_lo, int64_t kv_hi) {
+  Problem p{};
+  p.q = view_of(q, "q");
+  p.k = view_of(k, "k");
+  check_device(k, q.device(), "k");
+  STD_TORCH_CHECK(p.k.dtype == p.q.dtype, "k: its dtype must be q's");
+  p.batch = q.size(0), p.q_heads = q.size(1), p.q_len = q.size(2), p.head_dim = q.size(3);
+  p.kv_heads = k.size(1), p.kv_len = k.size(2);
+  STD_TORCH_CHECK(k.size(0) == p.batch && k.size(3) == p.head_dim, "k: batch and head_dim must be q's");
+  STD_TORCH_CHECK(p.kv_heads > 0 ? p.q_heads % p.kv_heads == 0 : p.q_heads == 0, "q: its ", p.q_heads,
+                  " heads must be a multiple of k's ", p.kv_heads);
+  STD_TORCH_CHECK(p.kv_len <= int64_t(1) << 31, "k: got ", p.kv_len, " keys, at most 2^31 are allowed");
+  if (v != nullptr) {
+    p.v = view_of(*v, "v");
+    check_device(*v, q.device(), "v");
+    check_shape(*v, "v", q.scalar_type(), {p.batch, p.kv_heads, p.kv_len, p.head_dim});
+  }
+  STD_TORCH_CHECK(0 <= kv_lo && kv_lo <= kv_hi && kv_hi <= p.kv_len, "kv_lo, kv_hi: got ", kv_lo, ", ", kv_hi,
+                  ", must be 0 <= kv_lo <= kv_hi <= ", p.kv_len);
+  check_scale(scale);
+  // Beyond these ends the diagonal changes nothing, and inside them query + diagonal cannot overflow.
+  if (diagonal > p.kv_len) diagonal = p.kv_len;
+  if (diagonal < -p.q_len) diagonal = -p.q_len;
+  p.mask = Mask{kv_lo, kv_hi, causal, causal ? diagonal : 0};
+  p.scale = scale;
+  p.precision = parse_precision(precision);
+  return p;
+}
+
+// ---- Allocation and dispatch -----------------------------------------------------------------------------------
+
+Tensor allocate(const std::vector<int64_t>& shape, ScalarType dtype, const Device& device) {
+  return torch::stable::empty(shape, dtype, std::nullopt, device);
+}
+
+// The device of one call: its Backend, its Context, and the workspace, which lives until the call returns. On CUDA
+// the caching allocator hands workspace memory on in stream order, so kernels still running keep it to themselves.
+class Call {
+ public:
+  explicit Call(const Device& device, Path path = Path::kAuto) : device_(device) {
+    context.path = path;
+    context.workspace = [this](int64_t bytes) { return workspace(bytes); };
+    if (device.is_cpu()) {
+      environment_.emplace();
+      return;
+    }
+#if defined(CUDA_KERNEL)
+    STD_TORCH_CHECK(device.is_cuda(), "det-attn runs on CPU and CUDA tensors only");
+    guard_.emplace(device.index());
+    context.device = device.index();
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &context.stream));
+    backend_ = &cuda_backend();
+#else
+    STD_TORCH_CHECK(false, "this build of det-attn runs on CPU tensors only");
+#endif
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  const Backend* operator->() const { return backend_; }
+
+  Context context;
+
+ private:
+  void* workspace(int64_t bytes) {
+    constexpr int64_t alignment = 256;  // promised by Context
+    workspaces_.push_back(allocate({bytes + alignment - 1}, ScalarType::Byte, device_));
+    const uintptr_t address = reinterpret_cast<uintptr_t>(workspaces_.back().mutable_data_ptr());
+    return reinterpret_cast<void*>((address + alignment - 1) & ~static_cast<uintptr_t>(alignment - 1));
+  }
+
+  Device device_;
+  const Backend* backend_ = &cpu_backend();
+  std::vector<Tensor> workspaces_;
+  std::optional<ContractFloatEnv> environment_;
+#if defined(CUDA_KERNEL)
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+#endif
+};
+
+// out [B, Hq, Sq, D] in q's layout: [B, Sq, Hq, D] in memory where q's heads lie inside its rows. meta.py repeats it.
+Tensor allocate_out(const Tensor& q, ScalarType dtype) {
+  const int64_t batch = q.size(0), heads = q.size(1), length = q.size(2), head_dim = q.size(3);
+  const bool heads_inside = heads > 1 && length > 1 && q.stride(1) < q.stride(2);
+  if (!heads_inside) return allocate({batch, heads, length, head_dim}, dtype, q.device());
+  return torch::stable::transpose(allocate({batch, length, heads, head_dim}, dtype, q.device()), 1, 2);
+}
+
+}  // namespace
+
+// ---- Ops -------------------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> rows(const Tensor& x, const std::string& kind, double scale, const std::string& precision) {
+  const View view = view_of(x, "x");
+  const RowKind row_kind = parse_kind(kind);
+  const Precision bits = parse_precision(precision);
+  check_scale(scale);
+  const int64_t batch = x.size(0), heads = x.size(1), length = x.size(2), head_dim = x.size(3);
+  Tensor integers = allocate({batch, heads, length, head_dim}, ScalarType::Int, x.device());
+  Tensor exponents = allocate({batch, heads, length}, ScalarType::Int, x.device());
+  if (exponents.numel() > 0) {
+    Call call(x.device());
+    call->rows(call.context, view, batch, heads, length, head_dim, row_kind, scale, bits,
+               static_cast<int32_t*>(integers.mutable_data_ptr()), static_cast<int32_t*>(exponents.mutable_data_ptr()));
+  }
+  return {integers, exponents};
+}
+
+Tensor rowmax(const Tensor& q, const Tensor& k, bool causal, double scale, const std::string& precision,
+              int64_t diagonal, int64_t kv_lo, int64_t kv_hi, const std::string& path) {
+  const Problem problem = problem_of(q, k, nullptr, causal, scale, precision, diagonal, kv_lo, kv_hi);
+  const Path kernels = parse_path(path);
+  Tensor out = allocate({problem.batch, problem.q_heads, problem.q_len}, ScalarType::Double, q.device());
+  if (out.numel() > 0) {
+    Call call(q.device(), kernels);
+    call->rowmax(call.context, problem, static_cast<double*>(out.mutable_data_ptr()));
+  }
+  return out;
+}
+
+std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rowmax,
+                                      bool causal, double scale, const std::string& precision, int64_t diagonal,
+                                      int64_t kv_lo, int64_t kv_hi, const std::string& path) {
+  const Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi);
+  const Path kernels = parse_path(path);
+  const std::vector<int64_t> rows_shape{problem.batch, problem.q_heads, problem.q_len};
+  check_shape(rowmax, "rowmax", ScalarType::Double, rows_shape);
+  check_device(rowmax, q.device(), "rowmax");
+  Tensor num = allocate({problem.batch, problem.q_heads, problem.q_len, problem.head_dim, kDigits}, ScalarType::Long,
+                        q.device());
+  Tensor den = allocate(rows_shape, ScalarType::Long, q.device());
+  if (den.numel() > 0) {
+    Call call(q.device(), kernels);
+    const Tensor maxima = torch::stable::contiguous(rowmax);
+    call->accumulate(call.context, problem, static_cast<const double*>(maxima.const_data_ptr()),
+                     static_cast<int64_t*>(num.mutable_data_ptr()), static_cast<int64_t*>(den.mutable_data_ptr()));
+  }
+  return {num, den};
+}
+
+Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precision, ScalarType out_dtype) {
+  const DType dtype = parse_dtype(out_dtype, "out_dtype");
+  const Precision bits = parse_precision(precision);
+  STD_TORCH_CHECK(num.dim() >= 2 && num.size(num.dim() - 1) == kDigits, "num: must be [..., head_dim, ", kDigits, "]");
+  std::vector<int64_t> shape(num.sizes().begin(), num.sizes().end());
+  check_shape(num, "num", ScalarType::Long, shape);
+  shape.pop_back();
+  const int64_t head_dim = shape.back();
+  STD_TORCH_CHECK(head_dim >= 1 && head_dim <= kMaxHeadDim, "num: got head_dim ", head_dim, ", allowed is 1 to ",
+                  kMaxHeadDim);
+  check_shape(den, "den", ScalarType::Long, {shape.begin(), shape.end() - 1});
+  check_device(den, num.device(), "den");
+  Tensor out = allocate(shape, out_dtype, num.device());
+  if (den.numel() > 0) {
+    Call call(num.device());
+    const Tensor digits = torch::stable::contiguous(num);
+    const Tensor weights = torch::stable::contiguous(den);
+    call->finalize(call.context, static_cast<const int64_t*>(digits.const_data_ptr()),
+                   static_cast<const int64_t*>(weights.const_data_ptr()), den.numel(), head_dim, bits,
+                   out.mutable_data_ptr(), dtype);
+  }
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                           double scale, const std::string& precision, int64_t diagonal,
+                                           int64_t kv_lo, int64_t kv_hi, ScalarType out_dtype,
+                                           const std::string& path) {
+  const Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi);
+  const Path kernels = parse_path(path);
+  const DType dtype = parse_dtype(out_dtype, "out_dtype");
+  const std::vector<int64_t> rows_shape{problem.batch, problem.q_heads, problem.q_len};
+  Tensor out = allocate_out(q, out_dtype);
+  Tensor maxima = allocate(rows_shape, ScalarType::Double, q.device());
+  Tensor den = allocate(rows_shape, ScalarType::Long, q.device());
+  if (den.numel() > 0) {
+    Call call(q.device(), kernels);
+    const MutableView view{out.mutable_data_ptr(), out.stride(0), out.stride(1), out.stride(2), dtype};
+    call->forward(call.context, problem, view, static_cast<double*>(maxima.mutable_data_ptr()),
+                  static_cast<int64_t*>(den.mutable_data_ptr()));
+  }
+  return {out, maxima, den};
+}
+
+}  // namespace det_attn

@@ -1,0 +1,19 @@
+"""det-attn: attention whose bytes do not depend on how it was computed.
+
+Shard the keys, reorder them, batch differently, change the device or the number of threads: the output is the same,
+bit for bit. Every operand is rounded once by a rule that looks at its row alone; from there on all arithmetic is exact
+integer arithmetic, and the result is rounded once. docs/contract.md states the rules.
+
+    det_attn(Q, K, V, causal)                    the fused call
+    det_attn_sharded(Q, K, V, kv_splits, causal) the same bytes over shards of the keys
+    rowmax, accumulate, finalize                 the stages, for shards that live apart: combine by max, by +
+    rows                                         the integers that the stages see
+"""
+
+from . import meta as _meta  # noqa: F401  registers the fake implementations and the autograd formula
+from ._ops import ops
+from .attention import State, det_attn
+from .sharding import det_attn_sharded
+from .stages import accumulate, finalize, rowmax, rows
+
+__all__ = ["State", "accumulate", "det_attn", "det_attn_sharded", "finalize", "ops", "rowmax", "rows"]

@@ -1,0 +1,79 @@
+"""The fused call: Q, K, V -> output, in one op (contract sections 1-7).
+
+In: Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D], any strides with a dense last dimension. Out: [B, Hq, Sq, D].
+"""
+
+from typing import NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from . import checks
+from ._ops import ops
+
+_WEIGHT_UNIT = {"highest": 2.0**-31, "high": 2.0**-23}  # 2^-T, the unit of DEN
+
+
+class State(NamedTuple):
+    """What the fused call knows of each softmax, beside its output; all [B, Hq, Sq].
+
+    rowmax: float64, M_i * 2^-24 exactly (contract section 3); -inf where nothing is attended, NaN in poisoned rows.
+    den: int64, DEN_i in units of 2^-31 ("highest") or 2^-23 ("high") (contract section 5).
+    lse: float32 log-sum-exp of the scaled scores, for information: its bytes are not part of the contract (section 9).
+    """
+
+    rowmax: Tensor
+    den: Tensor
+    lse: Tensor
+
+
+def det_attn(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    causal: bool = False,
+    scale: Optional[float] = None,
+    *,
+    precision: str = "highest",
+    q_offset: Optional[int] = None,
+    out_dtype: torch.dtype = torch.float32,
+    return_state: bool = False,
+    path: str = "auto",
+) -> Union[Tensor, Tuple[Tensor, State]]:
+    """softmax(Q K^T * scale) V with the same bytes whatever the sharding, batching, key order, device or thread count.
+
+    Args:
+        Q: [B, Hq, Sq, D]; K, V: [B, Hkv, Skv, D]; query head h reads key head h // (Hq // Hkv), Hq a multiple of Hkv.
+            float32, bfloat16 or float16, all of one dtype and on one device; D from 1 to 256; B, Hq, Sq and Skv may
+            be 0. Any strides with a dense last dimension are read in place, without a copy.
+        causal: query i attends key j when j <= i + q_offset.
+        scale: factor on the scores, finite; None is 1 / sqrt(D).
+        precision: "highest" (float32-class accuracy) or "high" (faster, for bfloat16 and float16 work).
+        q_offset: index, among the keys, of query 0; None is Skv - Sq, so that the last query sees the last key.
+            torch's is_causal is q_offset=0.
+        out_dtype: torch.float32, or torch.bfloat16 or torch.float16 by one further rounding.
+        return_state: also return a State.
+        path: "auto", "reference", "mma" or "wgmma": which kernels run. The bytes are the same.
+
+    Returns:
+        out_dtype [B, Hq, Sq, D], or (that, State). Where Q is a transposed view of [B, Sq, Hq, D] so is the output;
+        otherwise it is contiguous. Rows that attend nothing are 0. NaN and infinities: contract section 7.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
+        NotImplementedError: from backward(), if an input requires grad; the gradient does not exist yet.
+    """
+    q_shape, k_shape = checks.queries_keys(Q, K)
+    checks.values(V, K)
+    kv_len = k_shape[2]
+    diagonal = checks.diagonal(causal, q_offset, 0, q_shape[2], kv_len)
+    scale = checks.softmax_scale(scale, q_shape[3])
+    checks.precision_name(precision)
+    checks.path_name(path, Q.device)
+    checks.output_dtype(out_dtype)
+    checks.flag(return_state, "return_state")
+    out, rowmax, den = ops.forward(Q, K, V, causal, scale, precision, diagonal, 0, kv_len, out_dtype, path)
+    if not return_state:
+        return out
+    lse = (rowmax + torch.log(den.to(torch.float64) * _WEIGHT_UNIT[precision])).to(torch.float32)
+    return out, State(rowmax, den, lse)
