@@ -48,7 +48,7 @@ def kernel():
         pytest.exit(f"no build that fits this torch; run make build first\n{error}", returncode=1)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
 
