@@ -69,10 +69,10 @@ def det_attn(
     diagonal = checks.diagonal(causal, q_offset, 0, q_shape[2], kv_len)
     scale = checks.softmax_scale(scale, q_shape[3])
     checks.precision_name(precision)
-    checks.path_name(path, Q.device)
+    checks.path_name(path, Q)
     checks.output_dtype(out_dtype)
     checks.flag(return_state, "return_state")
-    out, rowmax, den = ops.forward(Q, K, V, causal, scale, precision, diagonal, 0, kv_len, out_dtype, path)
+    out, rowmax, den = ops.forward.default(Q, K, V, causal, scale, precision, diagonal, 0, kv_len, out_dtype, path)
     if not return_state:
         return out
     lse = (rowmax + torch.log(den.to(torch.float64) * _WEIGHT_UNIT[precision])).to(torch.float32)

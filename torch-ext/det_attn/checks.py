@@ -18,11 +18,7 @@ _MAX_OFFSET = 2**62  # offsets are subtracted in int64
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
-_DEVICES = tuple(
-    device
-    for device, key in (("cpu", "CPU"), ("cuda", "CUDA"))
-    if torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("forward"), key)
-)
+_HAS_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("forward"), "CUDA")
 
 # Contract section 1: 1 / sqrt(head_dim) in float64. Looked up, so that a traced head_dim is a constant and the scale
 # keeps its bits whatever a compiler would make of the formula.
@@ -38,8 +34,8 @@ def _tensor(x, name):
         raise TypeError(f"{name}: got {_got_type(x)}, must be a torch.Tensor")
     if x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"{name}: got a {'nested' if x.is_nested else x.layout} tensor, must be dense and strided")
-    if x.device.type not in _DEVICES:
-        raise ValueError(f"{name}: got device {x.device}, this build has kernels for {' and '.join(_DEVICES)}")
+    if not (x.is_cpu or (_HAS_CUDA and x.is_cuda)):
+        raise ValueError(f"{name}: got device {x.device}, this build has kernels for cpu{' and cuda' * _HAS_CUDA}")
 
 
 def _same_device(x, device, name, other):
@@ -215,9 +211,9 @@ def row_kind(kind):
     _choice(kind, "kind", ("query", "key", "value"))
 
 
-def path_name(path, device):
+def path_name(path, x):
     _choice(path, "path", ("auto", "reference", "mma", "wgmma"))
-    if device.type == "cpu" and path in ("mma", "wgmma"):
+    if path in ("mma", "wgmma") and x.is_cpu:
         raise ValueError(f"path: got {path!r} with CPU tensors, allowed there are 'auto' and 'reference'")
 
 

@@ -38,7 +38,7 @@ def rows(x: Tensor, kind: str, scale: Optional[float] = None, *, precision: str 
         raise ValueError(f"scale: got {scale} for kind={kind!r}, must be None: only queries are scaled")
     scale = checks.softmax_scale(scale, shape[3])
     checks.no_gradient("rows", x=x)
-    return ops.rows(x, kind, scale, precision)
+    return ops.rows.default(x, kind, scale, precision)
 
 
 def rowmax(
@@ -80,9 +80,9 @@ def rowmax(
     scale = checks.softmax_scale(scale, q_shape[3])
     kv_lo, kv_hi = checks.key_range(kv_lo, kv_hi, k_shape[2])
     checks.precision_name(precision)
-    checks.path_name(path, Q.device)
+    checks.path_name(path, Q)
     checks.no_gradient("rowmax", Q=Q, K=K)
-    return ops.rowmax(Q, K, causal, scale, precision, diagonal, kv_lo, kv_hi, path)
+    return ops.rowmax.default(Q, K, causal, scale, precision, diagonal, kv_lo, kv_hi, path)
 
 
 def accumulate(
@@ -123,9 +123,9 @@ def accumulate(
     scale = checks.softmax_scale(scale, q_shape[3])
     kv_lo, kv_hi = checks.key_range(kv_lo, kv_hi, k_shape[2])
     checks.precision_name(precision)
-    checks.path_name(path, Q.device)
+    checks.path_name(path, Q)
     checks.no_gradient("accumulate", Q=Q, K=K, V=V, rowmax=rowmax)
-    return ops.accumulate(Q, K, V, rowmax, causal, scale, precision, diagonal, kv_lo, kv_hi, path)
+    return ops.accumulate.default(Q, K, V, rowmax, causal, scale, precision, diagonal, kv_lo, kv_hi, path)
 
 
 def finalize(
@@ -154,4 +154,4 @@ def finalize(
     checks.sums(NUM, DEN, shape)
     checks.precision_name(precision)
     checks.output_dtype(out_dtype)
-    return ops.finalize(NUM, DEN, precision, out_dtype)
+    return ops.finalize.default(NUM, DEN, precision, out_dtype)
