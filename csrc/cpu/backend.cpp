@@ -1,0 +1,83 @@
+// The CPU's table for api.cpp and the one place that looks at the processor.
+#include "../backend.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "../float_env.h"
+#include "forward.h"
+#include "isa.h"
+#include "packed.h"
+#include "tile_worker.h"
+
+namespace det_attn {
+namespace cpu {
+
+namespace {
+
+std::atomic<const TileKernels*> forced_kernels{nullptr};
+
+bool supported(const char* isa) {
+#if defined(DET_CPU_X86_KERNELS)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  if (std::strcmp(isa, "avx2") == 0) return avx2;
+  if (std::strcmp(isa, "avx512") == 0) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return std::strcmp(isa, "generic") == 0;
+}
+
+const TileKernels* kernels_of(const char* isa) {
+#if defined(DET_CPU_X86_KERNELS)
+  if (std::strcmp(isa, "avx512") == 0) return &tile_kernels_avx512();
+  if (std::strcmp(isa, "avx2") == 0) return &tile_kernels_avx2();
+#endif
+  (void)isa;
+  return &tile_kernels_generic();
+}
+
+const TileKernels* best_kernels() {
+  for (const char* isa : {"avx512", "avx2"}) {
+    if (supported(isa)) return kernels_of(isa);
+  }
+  return kernels_of("generic");
+}
+
+}  // namespace
+
+const TileKernels& tile_kernels() {
+  static const TileKernels* const best = best_kernels();
+  const TileKernels* forced = forced_kernels.load(std::memory_order_relaxed);
+  return forced ? *forced : *best;
+}
+
+bool set_isa_for_testing(const char* isa) {
+  if (isa != nullptr && !supported(isa)) return false;
+  forced_kernels = isa ? kernels_of(isa) : nullptr;
+  return true;
+}
+
+}  // namespace cpu
+
+const Backend& cpu_backend() {
+  static const Backend backend = {
+      [](const Context&, const View& x, int64_t batch, int64_t heads, int64_t length, int64_t head_dim, RowKind kind,
+         double scale, Precision precision, int32_t* integers, int32_t* exponents) {
+        cpu::rows(x, batch, heads, length, head_dim, kind, scale, precision, integers, exponents);
+      },
+      [](const Context&, const Problem& problem, double* rowmax) { cpu::rowmax(problem, rowmax); },
+      [](const Context&, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
+        cpu::accumulate(problem, rowmax, num, den);
+      },
+      [](const Context&, const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim, Precision precision,
+         void* out, DType out_dtype) { cpu::finalize(num, den, count, head_dim, precision, out, out_dtype); },
+      [](const Context&, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
+        cpu::forward(problem, out, rowmax, den);
+      },
+  };
+  return backend;
+}
+
+}  // namespace det_attn

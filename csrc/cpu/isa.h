@@ -1,0 +1,74 @@
+// The CPU's vector kernels as one table per instruction set. In: rows and packed panels. Out: score tiles, weights,
+// partial sums. Serves docs/contract.md sections 1, 2, 4, 5 and 6; the callers in rows.cpp and forward.cpp hold no SIMD.
+#pragma once
+
+#include "../problem.h"
+
+namespace det_attn {
+namespace cpu {
+
+// Tile sizes. Panels are kPanel columns wide whatever the instruction set, so packing does not depend on it.
+constexpr int kPanel = 16;             // two AVX-512 registers, four AVX2 registers
+constexpr int kRowTile = 48;           // four blocks of 12 rows: 12 x 16 accumulators fill 24 of 32 AVX-512 registers
+constexpr int kKeyTile = 128;          // a panel of values is 16 KB, so it stays in L1 beside a block of weights
+constexpr int kScoreStride = kKeyTile + 8;  // not a power of two: 12 rows must not share an L1 set
+
+constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// A weight is split as W = high * 2^kHalfBits + low with |low|, high <= 2^(kHalfBits - 1).
+constexpr int kHalfBits = 16;
+
+struct TileKernels {
+  const char* isa;
+
+  // out[i] = element (index + i) as float64, exactly.
+  void (*load_row)(const void* data, int64_t index, DType dtype, int n, double* out);
+
+  // The largest |x_i| over the finite elements; *special tells whether there is a non-finite one.
+  double (*max_abs)(const double* x, int n, bool* special);
+
+  // x_i <- x^_i * unit for a row with exponent e; returns sum |x^_i|. unit is a power of two.
+  double (*quantise_row)(double* x, int n, int e, int operand_bits, double unit);
+
+  // panel[d][kPanel] <- rows[kPanel][stride], d < n.
+  void (*transpose)(const double* rows, int64_t stride, int n, double* panel);
+
+  // c[rows][panels * kPanel] (+)= a[rows][depth] * b, b as panels of [depth][kPanel]. Exact by the caller's budget.
+  void (*gemm)(const double* a, int64_t a_stride, int rows, const double* b, int64_t b_panel_stride, int panels,
+               int depth, double* c, int64_t c_stride, bool add);
+
+  // s_j, a score with fraction bits and |s_j| <= 2^51, is rounded to the grid, ties up. n is a multiple of kPanel.
+  void (*round_scores)(double* s, int n);
+
+  // Keys with key_index >= limit leave the row: s_j <- -inf.
+  void (*mask_scores)(double* s, const int32_t* key_index, int32_t limit, int n);
+
+  double (*row_max)(const double* s, int n);
+
+  // Weights of a row of scores under the row maximum m: W_j = high_j * 2^16 + low_j, or W_j = high_j if low is null.
+  // Returns sum_j W_j. n is a multiple of kPanel, at most kKeyTile.
+  int64_t (*weights)(const double* s, int n, double m, int weight_bits, double* high, double* low);
+
+  // digit0/1/2[i] += the 32-bit pieces of x_i * 2^shift, x_i an integer, |x_i| <= 2^53, 0 <= shift < 32.
+  void (*flush)(const double* x, int64_t n, int shift, int64_t* digit0, int64_t* digit1, int64_t* digit2);
+
+  // out_i = f32(f64(high_i * 2^16 + low_i) * scale / den), or high_i alone if low is null. den > 0.
+  void (*finish_row)(const double* high, const double* low, int n, double scale, double den, float* out);
+};
+
+// The kernels for this machine, chosen once.
+const TileKernels& tile_kernels();
+
+// Tests only: "avx512", "avx2", "generic", or null for the automatic choice. False where the machine lacks it.
+bool set_isa_for_testing(const char* isa);
+
+const TileKernels& tile_kernels_generic();
+// Other compilers spell the per-file target differently; they get the portable kernels.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define DET_CPU_X86_KERNELS 1
+const TileKernels& tile_kernels_avx2();
+const TileKernels& tile_kernels_avx512();
+#endif
+
+}  // namespace cpu
+}  // namespace det_attn

@@ -1,0 +1,330 @@
+// Stages scores, rowmax, weights and exact sums on the CPU (docs/contract.md sections 2-5 and 7), see tile_worker.h.
+#include "tile_worker.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace det_attn {
+namespace cpu {
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// The float64 rounding takes scores up to 2^51 in units of 2^-24: D * 2^(eq + ek) <= 2^(51 - 24).
+int fast_exponent_sum(int depth) {
+  int log2_depth = 0;
+  while ((1 << log2_depth) < depth) ++log2_depth;
+  return 51 - kScoreFractionBits - log2_depth;
+}
+
+}  // namespace
+
+TileWorker::TileWorker(const Problem& problem, const PackedKeys& keys, int max_rows, bool cache_scores)
+    : problem_(problem),
+      keys_(keys),
+      kernels_(tile_kernels()),
+      split_weights_(problem.precision.weight_bits + problem.precision.operand_bits - 1 + kBudgetBits > 53),
+      depth_(keys.depth),
+      width_(keys.width),
+      max_rows_(max_rows),
+      group_(problem.q_heads / problem.kv_heads),
+      cached_tiles_(cache_scores ? static_cast<int>(std::min<int64_t>(kCachedTiles, keys.tiles)) : 0) {
+  q_.resize(static_cast<int64_t>(max_rows) * depth_);
+  scores_.resize(static_cast<int64_t>(cached_tiles_ + 1) * max_rows * kScoreStride);
+  if (!keys.values) return;
+  weights_.resize(2 * max_rows * kScoreStride);
+  acc_.resize(2 * static_cast<int64_t>(max_rows) * width_);
+  digits_.resize(static_cast<int64_t>(kSumDigits) * max_rows * width_);
+  counts_.resize(static_cast<int64_t>(max_rows) * depth_);
+}
+
+void TileWorker::begin(const Unit& unit) {
+  unit_ = unit;
+  cached_first_ = cached_last_ = 0;
+  const int fast_sum = fast_exponent_sum(depth_);
+  for (int r = 0; r < unit.rows; ++r) {
+    const int64_t index = unit.first + r;
+    const int64_t query = index % problem_.q_len;
+    const int64_t q_head = unit.head % problem_.kv_heads * group_ + index / problem_.q_len;
+    Row& row = row_[r];
+    row.query = pack_query(problem_, unit.head / problem_.kv_heads, q_head, query, q_.data() + r * depth_);
+    row.poisoned = row.query.exponent == kPoisonedExponent;
+    row.fast_exponent = INT32_MIN;
+    if (row.poisoned) {
+      row.fast_exponent = INT32_MAX;  // its scores are zeros nobody reads
+    } else if (row.query.any_order_exact) {
+      row.fast_exponent = fast_sum - row.query.exponent;
+    }
+    row.end = problem_.mask.end(query) - problem_.mask.kv_lo;
+    row.maximum = -kInfinity;
+    row.den = 0;
+  }
+  clear_sums();
+}
+
+// ---- Section 2: scores -----------------------------------------------------------------------------------------
+
+// Keys of the tile whose place in memory order is below the limit are attended.
+int32_t TileWorker::limit(const Row& row, int64_t tile) const {
+  return static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(kKeyTile, row.end - tile * kKeyTile)));
+}
+
+// Tiles from here on hold no key that any row attends.
+int64_t TileWorker::last_tile(int64_t last) const {
+  int64_t end = 0;
+  for (int r = 0; r < unit_.rows; ++r) end = std::max(end, row_[r].end);
+  return std::min(last, (end + kKeyTile - 1) / kKeyTile);
+}
+
+// Where the scores of a tile go: a kept place for the first ones of a range, the spare place for the others.
+double* TileWorker::score_tile(int64_t tile, int64_t first, bool* cached) const {
+  *cached = tile - first < cached_tiles_;
+  return scores_.data() + (*cached ? tile - first : cached_tiles_) * max_rows_ * kScoreStride;
+}
+
+// S as float64 integers; -inf where a key is not attended or not there. I * 2^(eq + ek + 24 - 2(b-1)) comes out of the
+// product itself: all terms of a pair share that power of two, so exactness is that of the integers.
+void TileWorker::scores(int64_t tile, double* s) {
+  const int64_t id = keys_.tile_id(unit_.head, tile);
+  const int keys = static_cast<int>(keys_.tile_keys(tile));
+  const int padded = round_up(keys, kPanel);
+  kernels_.gemm(q_.data(), depth_, unit_.rows, keys_.keys(id), static_cast<int64_t>(depth_) * kPanel, padded / kPanel,
+                depth_, s, kScoreStride, false);
+  for (int r = 0; r < unit_.rows; ++r) {
+    double* row_scores = s + r * kScoreStride;
+    if (keys_.max_key_exponent(id) <= row_[r].fast_exponent) {
+      kernels_.round_scores(row_scores, padded);
+    } else {
+      exact_scores(row_[r], q_.data() + r * depth_, id, keys, row_scores);
+    }
+    const int32_t attended = limit(row_[r], tile);
+    if (attended < keys || keys < padded) kernels_.mask_scores(row_scores, keys_.index(id), attended, padded);
+  }
+  if (keys_.has_poisoned(id)) note_poisoned(tile);
+}
+
+// The scalar rule, for scores beyond the float64 rounding and for rows whose integer sums may leave 2^53.
+void TileWorker::exact_scores(const Row& row, const double* q, int64_t id, int keys, double* s) const {
+  const int bits = problem_.precision.operand_bits;
+  const int32_t* exponents = keys_.key_exponents(id);
+  for (int j = 0; j < keys; ++j) {
+    const int ek = exponents[j];
+    if (ek == kPoisonedExponent) {
+      s[j] = 0.0;
+      continue;
+    }
+    const double q_scale = pow2(bits - 1 - row.query.unit);
+    const double k_scale = pow2(bits - 1 - kScoreFractionBits - ek);
+    int64_t dot = 0;
+    if (row.query.any_order_exact) {
+      dot = static_cast<int64_t>(s[j] * q_scale * k_scale);
+    } else {
+      const double* k = keys_.keys(id) + static_cast<int64_t>(j / kPanel) * depth_ * kPanel + j % kPanel;
+      for (int d = 0; d < depth_; ++d) {
+        dot += static_cast<int64_t>(q[d] * q_scale) * static_cast<int64_t>(k[d * kPanel] * k_scale);
+      }
+    }
+    s[j] = static_cast<double>(score_of(dot, score_shift(row.query.exponent, ek, bits)));
+  }
+}
+
+void TileWorker::note_poisoned(int64_t tile) {
+  const int64_t id = keys_.tile_id(unit_.head, tile);
+  for (int j = 0; j < keys_.tile_keys(tile); ++j) {
+    if (keys_.key_exponents(id)[j] != kPoisonedExponent) continue;
+    for (int r = 0; r < unit_.rows; ++r) row_[r].poisoned |= keys_.index(id)[j] < limit(row_[r], tile);
+  }
+}
+
+// ---- Section 3: row maximum ------------------------------------------------------------------------------------
+
+void TileWorker::maxima(int64_t first, int64_t last) {
+  const int64_t end = last_tile(last);
+  for (int64_t tile = first; tile < end; ++tile) {
+    bool cached = false;
+    double* s = score_tile(tile, first, &cached);
+    scores(tile, s);
+    if (cached) {
+      cached_first_ = first;
+      cached_last_ = tile + 1;
+    }
+    const int padded = round_up(static_cast<int>(keys_.tile_keys(tile)), kPanel);
+    for (int r = 0; r < unit_.rows; ++r) {
+      row_[r].maximum = std::max(row_[r].maximum, kernels_.row_max(s + r * kScoreStride, padded));
+    }
+  }
+}
+
+void TileWorker::store_maxima(double* rowmax) const {
+  for (int r = 0; r < unit_.rows; ++r) {
+    rowmax[r] = dead(row_[r]) ? rowmax_to_public(kRowmaxPoisoned) : row_[r].maximum * pow2(-kScoreFractionBits);
+  }
+}
+
+void TileWorker::set_maxima(const double* rowmax) {
+  for (int r = 0; r < unit_.rows; ++r) {
+    const int64_t m = rowmax_from_public(rowmax[r]);
+    row_[r].poisoned |= m == kRowmaxPoisoned;
+    row_[r].maximum = m == kRowmaxPoisoned || m == kRowmaxEmpty ? -kInfinity : static_cast<double>(m);
+  }
+}
+
+// ---- Sections 4, 5, 7: weights and sums ------------------------------------------------------------------------
+
+void TileWorker::sums(int64_t first, int64_t last) {
+  const int64_t end = last_tile(last);
+  for (int64_t tile = first; tile < end; ++tile) {
+    bool cached = false;
+    double* s = score_tile(tile, first, &cached);
+    if (!(first == cached_first_ && tile < cached_last_)) scores(tile, s);
+    if (weigh(tile, s) != 0) add_values(tile);
+    if (keys_.has_special(keys_.tile_id(unit_.head, tile))) count_specials(tile);
+  }
+}
+
+// Weights of a tile; returns their sum, so that a tile without any is skipped.
+int64_t TileWorker::weigh(int64_t tile, const double* s) {
+  const int padded = round_up(static_cast<int>(keys_.tile_keys(tile)), kPanel);
+  int64_t total = 0;
+  for (int r = 0; r < unit_.rows; ++r) {
+    double* high = weights_.data() + r * kScoreStride;
+    double* low = split_weights_ ? high + unit_.rows * kScoreStride : nullptr;
+    Row& row = row_[r];
+    if (dead(row) || row.maximum == -kInfinity || limit(row, tile) == 0) {
+      std::fill(high, high + padded, 0.0);
+      if (low) std::fill(low, low + padded, 0.0);
+      continue;
+    }
+    const int64_t sum =
+        kernels_.weights(s + r * kScoreStride, padded, row.maximum, problem_.precision.weight_bits, high, low);
+    row.den += sum;
+    total |= sum;
+  }
+  return total;
+}
+
+// acc += weights * values, one product for each bucket of value exponents in the tile.
+void TileWorker::add_values(int64_t tile) {
+  const int64_t id = keys_.tile_id(unit_.head, tile);
+  const int keys = static_cast<int>(keys_.tile_keys(tile));
+  const uint8_t* buckets = keys_.buckets(id);
+  for (int begin = 0, end = 0; begin < keys; begin = end) {
+    while (end < keys && buckets[end] == buckets[begin]) ++end;
+    if (buckets[begin] != bucket_ || acc_keys_ + (end - begin) > keys_.bucket(unit_.head, bucket_).key_budget) flush();
+    bucket_ = buckets[begin];
+    kernels_.gemm(weights_.data() + begin, kScoreStride, unit_.rows * (split_weights_ ? 2 : 1),
+                  keys_.value_panels(id) + begin * kPanel, kKeyTile * kPanel, width_ / kPanel, end - begin, acc_.data(),
+                  width_, acc_keys_ > 0);
+    acc_keys_ += end - begin;
+  }
+}
+
+// Section 7: non-finite value elements of attended keys count whatever the weight. Rare, so read from V itself.
+void TileWorker::count_specials(int64_t tile) {
+  if (!counted_) std::fill(counts_.data(), counts_.data() + unit_.rows * depth_, 0);
+  counted_ = true;
+  const View& v = problem_.v;
+  const int64_t batch = unit_.head / problem_.kv_heads;
+  const int64_t head = unit_.head % problem_.kv_heads;
+  double values[kMaxHeadDim];
+  for (int64_t j = 0; j < keys_.tile_keys(tile); ++j) {
+    const int64_t key = problem_.mask.kv_lo + tile * kKeyTile + j;
+    kernels_.load_row(v.data, batch * v.stride_batch + head * v.stride_head + key * v.stride_row, v.dtype, depth_,
+                      values);
+    for (int d = 0; d < depth_; ++d) {
+      if (is_finite(values[d])) continue;
+      const int32_t kind = values[d] != values[d] ? kValueNan : (values[d] > 0 ? kValuePosInf : kValueNegInf);
+      for (int r = 0; r < unit_.rows; ++r) {
+        if (j < limit(row_[r], tile)) counts_[r * depth_ + d] += special_count(kind);
+      }
+    }
+  }
+}
+
+// Moves acc into the digits: the low halves at their bucket's position, the high halves kHalfBits above.
+void TileWorker::flush() {
+  if (acc_keys_ == 0) return;
+  acc_keys_ = 0;
+  const int position = digit_position(keys_.bucket(unit_.head, bucket_).base, problem_.precision);
+  const int64_t count = static_cast<int64_t>(unit_.rows) * width_;
+  const int parts = split_weights_ ? 2 : 1;
+  for (int part = 0; part < parts; ++part) {
+    const int at = position + (part == 0 && split_weights_ ? kHalfBits : 0);
+    const int k = at / kDigitBits;
+    if (digit_lo_ == digit_hi_) digit_lo_ = digit_hi_ = k;
+    while (digit_lo_ > k) --digit_lo_, std::fill(digit(digit_lo_), digit(digit_lo_) + count, 0);
+    while (digit_hi_ < k + 3) std::fill(digit(digit_hi_), digit(digit_hi_) + count, 0), ++digit_hi_;
+    kernels_.flush(acc_.data() + part * count, count, at % kDigitBits, digit(k), digit(k + 1), digit(k + 2));
+  }
+}
+
+void TileWorker::clear_sums() {
+  acc_keys_ = 0;
+  digit_lo_ = digit_hi_ = 0;
+  counted_ = false;
+}
+
+void TileWorker::store_den(int64_t* den) const {
+  for (int r = 0; r < unit_.rows; ++r) den[r] = dead(row_[r]) ? 0 : row_[r].den;
+}
+
+void TileWorker::store_num(int64_t* num) {
+  flush();
+  for (int r = 0; r < unit_.rows; ++r) {
+    for (int d = 0; d < depth_; ++d) {
+      int64_t* out = num + (static_cast<int64_t>(r) * depth_ + d) * kDigits;
+      std::fill(out, out + kDigits, 0);
+      if (dead(row_[r])) {
+        out[kSpecialDigit] = kCountNan;
+        continue;
+      }
+      for (int k = digit_lo_; k < digit_hi_; ++k) out[k] = digit(k)[r * width_ + d];
+      digits_normalise(out, 1);
+      if (counted_) out[kSpecialDigit] = counts_[r * depth_ + d];
+    }
+  }
+}
+
+// ---- Section 6: output -----------------------------------------------------------------------------------------
+
+void TileWorker::store_out(const MutableView& out) {
+  // Sums that never left the two float64 accumulators are rounded from there; others from the digits.
+  const bool short_sum = digit_lo_ == digit_hi_ && acc_keys_ > 0;
+  if (!short_sum) flush();
+  const double unit =
+      short_sum ? pow2(digit_position(keys_.bucket(unit_.head, bucket_).base, problem_.precision) - kUnitExponent) : 1.0;
+  double numerators[kMaxHeadDim];
+  float values[kMaxHeadDim];
+  for (int r = 0; r < unit_.rows; ++r) {
+    const Row& row = row_[r];
+    const double den = static_cast<double>(row.den) * pow2(-problem_.precision.weight_bits);
+    if (dead(row)) {
+      std::fill(values, values + depth_, float_of(kQuietNan));
+    } else if (row.den == 0) {
+      std::fill(values, values + depth_, 0.0f);
+    } else if (short_sum) {
+      const double* high = acc_.data() + r * width_;
+      kernels_.finish_row(high, split_weights_ ? high + unit_.rows * width_ : nullptr, depth_, unit, den, values);
+    } else {
+      for (int d = 0; d < depth_; ++d) {
+        numerators[d] = round_digits(digits_.data() + r * width_ + d, static_cast<int64_t>(max_rows_) * width_,
+                                     digit_lo_, digit_hi_);
+      }
+      kernels_.finish_row(numerators, nullptr, depth_, 1.0, den, values);
+    }
+    for (int d = 0; counted_ && !dead(row) && d < depth_; ++d) {
+      const int64_t special = counts_[r * depth_ + d];
+      if (special != 0) values[d] = output_of(0.0, row.den, special, problem_.precision.weight_bits);
+    }
+    const int64_t index = unit_.first + r;
+    const int64_t q_head = unit_.head % problem_.kv_heads * group_ + index / problem_.q_len;
+    const int64_t offset = unit_.head / problem_.kv_heads * out.stride_batch + q_head * out.stride_head +
+                           index % problem_.q_len * out.stride_row;
+    for (int d = 0; d < depth_; ++d) store_element(out.data, offset + d, out.dtype, values[d]);
+  }
+}
+
+}  // namespace cpu
+}  // namespace det_attn
