@@ -20,13 +20,15 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}  # nothing may be asked of the Hub
 def python(code, *arguments, **environment):
     """Run code in a fresh interpreter outside the repository; return what it printed."""
     command = [sys.executable, "-c", code, *(str(a) for a in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={**os.environ, **OFFLINE, **environment})
+    environment = {**os.environ, **OFFLINE, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def variants(compute):
-    return sorted(p for p in (ROOT / "build").glob(f"torch-stable-abi211-{compute}*") if (p / "metadata.json").is_file())
+    folders = (ROOT / "build").glob(f"torch-stable-abi211-{compute}*")
+    return sorted(p for p in folders if (p / "metadata.json").is_file())
 
 
 GET_KERNEL = f"""

@@ -1,4 +1,4 @@
-"""build.toml, tools/build.py and what they leave: the layout, names, digests and symbols that `kernels` and the Hub ask for.
+"""build.toml, tools/build.py and what they leave: layout, names, digests and symbols as `kernels` and the Hub ask.
 
 Builds under test: those in build/, and for the build script itself a kernel of ten lines in a temporary folder.
 """
@@ -150,7 +150,7 @@ def test_digest_is_that_of_the_files_and_notices_a_change(variant, tmp_path):
 
 
 def test_library_keeps_the_rules_of_the_hub(variant):
-    """Python 3.9's limited API, torch's stable ABI, no foreign library. Newer glibc symbols are the toolchain's: shown."""
+    """Python 3.9's limited API, torch's stable ABI, no foreign library. Newer symbols of glibc are only shown."""
     errors, notes = abi.report(next(variant.glob("*.abi3.so")))
     print("\n".join(notes))
     assert errors == []
@@ -187,7 +187,14 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) { ops.def("answer(Tensor 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { ops.impl("answer", TORCH_BOX(&answered)); }
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
 """,
-    "torch-ext/tiny/__init__.py": "import torch\nfrom ._ops import ops\n\n\ndef answer():\n    return ops.answer(torch.ones(1))\n",
+    "torch-ext/tiny/__init__.py": """
+import torch
+from ._ops import ops
+
+
+def answer():
+    return ops.answer(torch.ones(1))
+""",
 }
 
 

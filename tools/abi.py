@@ -44,7 +44,7 @@ def print_report(library: Path) -> bool:
     if errors:
         print("  abi: BROKEN\n" + "\n".join(f"    {error}" for error in errors), flush=True)
     else:
-        print(f"  abi: Python {PYTHON_ABI}, torch's stable ABI and the needed libraries are as the Hub asks", flush=True)
+        print(f"  abi: Python {PYTHON_ABI}, torch's stable ABI and needed libraries are as the Hub asks", flush=True)
     return not errors
 
 

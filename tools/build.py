@@ -57,8 +57,8 @@ def find_toolchain() -> Toolchain:
     if spec is None:
         raise BuildError(f"{sys.executable} has no torch; install requirements.txt or pass PYTHON=")
     tools = Toolchain(cxx, output_of(cxx, "--version"), Path(spec.origin).parent)
-    beside = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    tools.nvcc = shutil.which("nvcc") or (str(beside) if beside.exists() else "")
+    default = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    tools.nvcc = shutil.which("nvcc") or (str(default) if default.exists() else "")
     if tools.nvcc:
         tools.nvcc_version = output_of(tools.nvcc, "--version")
         tools.cuda = re.search(r"release (\d+\.\d+)", tools.nvcc_version)[1]
@@ -142,8 +142,8 @@ def plan(config: dict, backend: str, tools: Toolchain, only_capabilities: list) 
 
     archs = sorted({a for c in components for a in capabilities_of(c, only_capabilities)} if backend == "cuda" else [])
     state = hashlib.sha256(f"{name} {archs}".encode())
-    for path in [ROOT / "build.toml", *sorted(Path(__file__).parent.glob("*.py")), *sorted({ROOT / s for s in sources})]:
-        state.update(path.read_bytes())
+    for path in ["build.toml", "tools/build.py", "tools/generated.py", *sorted(set(sources))]:
+        state.update((ROOT / path).read_bytes())
     for path, relative in package_files(config):
         state.update(str(relative).encode() + path.read_bytes())
     id = f"_{general['name'].replace('-', '_')}_{backend}_{state.hexdigest()[:10]}"
@@ -154,7 +154,7 @@ def plan(config: dict, backend: str, tools: Toolchain, only_capabilities: list) 
     for component in [dict(torch, name="binding"), *components]:
         includes = [f"-I{i}" for i in ["csrc", *component.get("include", [])]]
         common = ["-std=c++17", "-O3", "-DNDEBUG", *defines, *includes, "-isystem", str(tools.torch / "include")]
-        if component["name"] == "binding":  # the only files that may name the extension: the rest must not depend on it
+        if component["name"] == "binding":  # only these files may name the extension: its name changes with any file
             common += [f"-DTORCH_EXTENSION_NAME={id}", f"-I{(CACHE / 'include').relative_to(ROOT)}"]
         for source in component["src"]:
             path = CACHE / name / component["name"] / (source + ".o")
@@ -214,8 +214,9 @@ def complaints(log: str) -> list:
     return found
 
 
-def compile_object(obj: Object, tools: Toolchain, nvcc_threads: int, allow_spills: bool) -> str:
-    """Compile, keep the log, return what a person should see of it."""
+def compile_object(obj: Object, tools: Toolchain, nvcc_threads: int) -> tuple:
+    """Compile, keep the log, return what of it a person should see, and the seconds it took."""
+    start = time.monotonic()
     obj.path.parent.mkdir(parents=True, exist_ok=True)
     obj.path.with_suffix(".key").unlink(missing_ok=True)
     command = obj.command + ([f"--threads={nvcc_threads}"] if obj.source.endswith(".cu") else [])
@@ -223,36 +224,35 @@ def compile_object(obj: Object, tools: Toolchain, nvcc_threads: int, allow_spill
     obj.log.write_text(shlex.join(command) + "\n" + done.stdout)
     if done.returncode:
         raise BuildError(f"{obj.source} does not compile\n{shlex.join(command)}\n{done.stdout}")
-    slow = complaints(done.stdout)
-    if slow and not allow_spills:
-        log = obj.log.relative_to(ROOT)
-        raise BuildError(f"{obj.source}: ptxas spills or serialises (--allow-spills to go on; all in {log})\n  " + "\n  ".join(slow))
     obj.key = key_of(obj, tools)
     obj.path.with_suffix(".key").write_text(obj.key)
     quiet = re.compile(r"ptxas info|bytes stack frame|^\s*$|Function properties|tmpxft_")
-    return "\n".join([*slow, *(line for line in done.stdout.splitlines() if not quiet.search(line))])
+    return [line for line in done.stdout.splitlines() if not quiet.search(line)], time.monotonic() - start
 
 
-def compile_all(variant: Variant, tools: Toolchain, jobs: int, allow_spills: bool) -> None:
+def compile_all(variant: Variant, tools: Toolchain, jobs: int) -> None:
     stale = [o for o in variant.objects if not is_fresh(o, tools)]
     stale.sort(key=lambda o: not o.source.endswith(".cu"))  # nvcc takes longest: first
     threads = max(1, jobs // max(1, sum(o.source.endswith(".cu") for o in stale)))
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-
-        def timed(obj):
-            start = time.monotonic()
-            return compile_object(obj, tools, threads, allow_spills), time.monotonic() - start
-
-        running = {pool.submit(timed, o): o for o in stale}
+        running = {pool.submit(compile_object, o, tools, threads): o for o in stale}
         try:
             for n, job in enumerate(concurrent.futures.as_completed(running), 1):
                 said, seconds = job.result()
-                print(f"  [{n}/{len(stale)}] {running[job].source}  {seconds:.1f} s", flush=True)
-                if said:
-                    print(said, flush=True)
+                print("\n".join([f"  [{n}/{len(stale)}] {running[job].source}  {seconds:.1f} s", *said]), flush=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def check_speed(variant: Variant, allow_spills: bool) -> None:
+    """The logs of all objects, not only of those just compiled: slow code fails every build until it is gone."""
+    kernels = [o for o in variant.objects if o.source.endswith(".cu")]
+    slow = [f"{o.source}: {c}" for o in kernels for c in complaints(o.log.read_text())]
+    if slow and not allow_spills:
+        raise BuildError("ptxas spills or serialises (--allow-spills to go on)\n  " + "\n  ".join(slow))
+    if slow:
+        print("\n  ".join(["  ptxas spills or serialises:", *slow]))
 
 
 # ---- Link and install --------------------------------------------------------------------------------------------
@@ -263,10 +263,11 @@ def link(variant: Variant, tools: Toolchain) -> bool:
     output, stored = variant.path / f"{variant.id}.abi3.so", CACHE / variant.name / "link.key"
     command = [tools.cxx, "-shared"] if variant.backend == "cpu" else [tools.nvcc, "-ccbin", tools.cxx, "-shared"]
     command += [] if variant.backend == "cpu" else ["--cudart=shared"]  # the one that torch has loaded
-    # libtorch.so has no symbols of its own where torch has CUDA, but leads to those of libtorch_cuda.so.
-    flags = "-Wl,--no-as-needed,-ltorch,--as-needed" if variant.backend == "cpu" else "-Xlinker=--no-as-needed,-ltorch,--as-needed"
+    # libtorch.so has no symbols of its own, but where torch has CUDA it leads to those of libtorch_cuda.so.
+    to_linker = "-Wl," if variant.backend == "cpu" else "-Xlinker="
     command += [str(o.path.relative_to(ROOT)) for o in variant.objects]
-    command += [f"-L{tools.torch / 'lib'}", flags, "-ltorch_cpu", "-lc10", "-o", str(output)]
+    command += [f"-L{tools.torch / 'lib'}", f"{to_linker}--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", "-lc10"]
+    command += ["-o", str(output)]
     key = hashlib.sha256(repr((command, [o.key for o in variant.objects])).encode()).hexdigest()
     if output.exists() and stored.exists() and stored.read_text() == key:
         return False
@@ -321,7 +322,8 @@ def build(backend: str, config: dict, tools: Toolchain, args: argparse.Namespace
     start = time.monotonic()
     variant = plan(config, backend, tools, args.capabilities)
     print(f"{variant.name}", flush=True)
-    compile_all(variant, tools, args.jobs, args.allow_spills)
+    compile_all(variant, tools, args.jobs)
+    check_speed(variant, args.allow_spills)
     linked = link(variant, tools)
     installed = install(variant, config)
     if linked or installed or not (variant.path / "metadata.json").exists():
