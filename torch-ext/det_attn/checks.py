@@ -14,7 +14,7 @@ from ._ops import add_op_namespace_prefix
 MAX_HEAD_DIM = 256
 MAX_KEYS = 2**31
 DIGITS = 12
-_MAX_OFFSET = 2**62  # offsets are subtracted in int64
+_MAX_OFFSET = 2**62  # so that q_offset - kv_offset fits the op's int64
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
@@ -126,6 +126,12 @@ def _integer(x, name):
         raise TypeError(f"{name}: got {_got_type(x)}, must be an int")
 
 
+def _offset(x, name):
+    _integer(x, name)
+    if x < -_MAX_OFFSET or x > _MAX_OFFSET:
+        raise ValueError(f"{name}: got {x}, allowed is -2**62 to 2**62")
+
+
 def softmax_scale(scale, head_dim):
     """The factor on the scores; None is 1 / sqrt(head_dim) in float64."""
     if scale is None:
@@ -136,7 +142,7 @@ def softmax_scale(scale, head_dim):
         scale = float(scale)
     except OverflowError:
         raise ValueError(f"scale: got an int of {scale.bit_length()} bits, must be within float64") from None
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # NaN fails too; unlike isfinite this holds for a traced float
         raise ValueError(f"scale: got {scale}, must be finite")
     return scale
 
@@ -145,13 +151,9 @@ def diagonal(causal, q_offset, kv_offset, q_len, kv_len):
     """Contract section 2: local key j is attended by query i when j <= i + diagonal. 0 where nothing is causal."""
     if causal is not True and causal is not False:
         raise TypeError(f"causal: got {_got_type(causal)}, must be a bool")
-    for offset, name in ((q_offset, "q_offset"), (kv_offset, "kv_offset")):
-        if offset is not None:
-            _integer(offset, name)
-            if offset < -_MAX_OFFSET or offset > _MAX_OFFSET:
-                raise ValueError(f"{name}: got {offset}, allowed is -2**62 to 2**62")
-        elif name == "kv_offset":
-            raise TypeError("kv_offset: got None, must be an int")
+    _offset(kv_offset, "kv_offset")
+    if q_offset is not None:
+        _offset(q_offset, "q_offset")
     if not causal:
         return 0
     if q_offset is None:
