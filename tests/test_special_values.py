@@ -27,7 +27,7 @@ def check(kernel, device, inputs, causal=False, scale=None, precision="highest",
     return check_against_oracle(kernel, device, inputs, causal, scale, precision, q_offset)["out"]
 
 
-def fused(kernel, inputs, *args, **how):
+def fused(inputs, *args, **how):
     """out of the oracle alone, for the numbers a special value must leave alone."""
     return tensor(oracle.det_attn(*inputs, *args, **how).out)
 
@@ -45,7 +45,7 @@ def quiet_nan(x):
 @pytest.mark.parametrize("bad", NON_FINITE)
 def test_a_bad_query_row_makes_its_own_output_row_nan(kernel, device, bad, causal, precision):
     Q, K, V = base()
-    clean = fused(kernel, (Q, K, V), causal, precision=precision)
+    clean = fused((Q, K, V), causal, precision=precision)
     Q[0, 1, 7, 3] = bad
     out = check(kernel, device, (Q, K, V), causal, precision=precision)
     quiet_nan(out[0, 1, 7])
@@ -57,7 +57,7 @@ def test_a_bad_query_row_makes_its_own_output_row_nan(kernel, device, bad, causa
 @pytest.mark.parametrize("bad", NON_FINITE)
 def test_a_bad_key_reaches_the_rows_that_attend_it_and_no_other(kernel, device, bad, dtype):
     Q, K, V = base(dtype)
-    clean = fused(kernel, (Q, K, V), True)
+    clean = fused((Q, K, V), True)
     K[0, 0, 22, 0] = bad  # attended by queries 7.. : j <= i + 15
     out = check(kernel, device, (Q, K, V), True)
     quiet_nan(out[:, :, 7:])
@@ -127,7 +127,7 @@ def test_a_nan_rowmax_of_another_shard_empties_this_one(kernel, device):
 @pytest.mark.parametrize("bad", NON_FINITE)
 def test_a_bad_value_reaches_one_column_of_the_rows_attending_it(kernel, device, bad, dtype, precision):
     Q, K, V = base(dtype)
-    clean = fused(kernel, (Q, K, V), True, precision=precision)
+    clean = fused((Q, K, V), True, precision=precision)
     V[0, 0, 22, 5] = bad
     out = check(kernel, device, (Q, K, V), True, precision=precision)
     assert_same_bits(out[:, :, 7:, 5], torch.full((1, 2, 13), bad))
@@ -184,7 +184,8 @@ def test_many_bad_values_count_apart(kernel, device):
         rowmax = kernel.rowmax(*on_device[:2], path=path)
         whole, _ = kernel.accumulate(*on_device, rowmax, path=path)
         assert whole[0, 0, :, :, 11].tolist() == [[7 * 2**42 + 100 * 2**21 + 1000, 3000 * 2**21, 0]] * 2
-        parts = [kernel.accumulate(*on_device, rowmax, kv_lo=a, kv_hi=a + 500, path=path)[0] for a in range(0, 3000, 500)]
+        shards = [dict(kv_lo=a, kv_hi=a + 500, path=path) for a in range(0, 3000, 500)]
+        parts = [kernel.accumulate(*on_device, rowmax, **shard)[0] for shard in shards]
         assert torch.equal(sum(parts)[..., 11], whole[..., 11])
     check(kernel, device, (Q, K, V))
 
@@ -196,7 +197,7 @@ def test_many_bad_values_count_apart(kernel, device):
 @pytest.mark.parametrize("bad", [*NON_FINITE, LARGEST, -LARGEST])
 def test_a_masked_key_changes_nothing(kernel, device, bad, precision):
     Q, K, V = base()
-    clean = fused(kernel, (Q, K, V), True, precision=precision, q_offset=0)
+    clean = fused((Q, K, V), True, precision=precision, q_offset=0)
     K[0, 0, 20:] = bad  # queries 0..19 attend keys 0..19
     V[0, 0, 20:] = bad
     assert_same_bits(check(kernel, device, (Q, K, V), True, precision=precision, q_offset=0), clean)
@@ -242,6 +243,24 @@ def test_denormals_are_ordinary_numbers(kernel, device, dtype, precision):
     check(kernel, device, (Q, K, V), precision=precision)
 
 
+def test_flush_to_zero_mode_changes_nothing(kernel, device):
+    """torch.set_flush_denormal sets the calling thread's CPU flags; the kernel must not see them."""
+    Q, K, V = make("denormals", heads=(2, 1), Sq=200, Skv=300, D=16, seed=16)
+    expected = fused((Q, K, V))
+    on_device = [x.to(device) for x in (Q, K, V)]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no flush-to-zero mode")
+    try:
+        found = [kernel.det_attn(*on_device, path=path) for path in paths(kernel, device)]
+        rows = kernel.rows(on_device[2], "value")
+    finally:
+        torch.set_flush_denormal(False)
+    for out in found:
+        assert_same_bits(out.cpu(), expected)
+    assert_same_bits(rows[0].cpu(), tensor(oracle.rows(V, "value")[0]))
+    assert_same_bits(rows[1].cpu(), tensor(oracle.rows(V, "value")[1]))
+
+
 def test_the_smallest_denormal_survives(kernel, device):
     tiny = 2.0**-149
     K = torch.zeros(1, 1, 3, 2)
@@ -272,7 +291,7 @@ def test_signed_zeros_are_one_zero(kernel, device, sign):
     out = check(kernel, device, (Q, K, V), True)
     assert_same_bits(out[..., 2], torch.zeros(1, 2, 20))
     Q[0, 0, 1], K[0, 0, 4], V[0, 0, :, 2] = 0.0, 0.0, 0.0
-    assert_same_bits(out, fused(kernel, (Q, K, V), True))
+    assert_same_bits(out, fused((Q, K, V), True))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -304,7 +323,6 @@ def test_ties(kernel, device, precision):
 
 def test_row_exponents_at_powers_of_two(kernel, device):
     """2^(e-1) <= max < 2^e, and the clamp at both ends of the b-bit integers."""
-    b = 24
     for largest, exponent, integer in (
         (1.0, 1, 2**22),
         (1 - 2.0**-24, 0, 2**23 - 1),  # rounds to 2^23, one too many: clamped
@@ -320,7 +338,7 @@ def test_row_exponents_at_powers_of_two(kernel, device):
         for kind in ("query", "key", "value"):
             x = torch.full((1, 1, 1, 1), largest, device=device)
             integers, exponents = kernel.rows(x, kind, 1.0 if kind == "query" else None)
-            assert (exponents.item(), integers.item()) == (exponent, integer), (largest, kind, b)
+            assert (exponents.item(), integers.item()) == (exponent, integer), (largest, kind)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
