@@ -252,3 +252,110 @@ def det_attn(Q, K, V, causal=False, scale=None, *, precision="highest", q_offset
     m = rowmax(Q, K, causal, scale, precision=precision, q_offset=q_offset)
     NUM, DEN = accumulate(Q, K, V, m, causal, scale, precision=precision, q_offset=q_offset)
     return Forward(finalize(NUM, DEN, precision), m, NUM, DEN)
+
+
+# -- 8. Gradients ------------------------------------------------------------------------------------------------
+
+G = 23
+NO_TERM = np.iinfo(np.int64).min // 2  # a reference over no nonzero term
+
+
+def exponent(x):
+    """E(x) with 2^(E-1) <= |x| < 2^E; NO_TERM for zero."""
+    return np.where(x != 0, np.frexp(x.astype(np.float64))[1].astype(np.int64), NO_TERM)
+
+
+def f32_product(W, r):
+    """f32(W * r) rounded once: W int64 below 2^32, r float32."""
+    high = (W >> 16).astype(np.float64) * 65536.0 * r.astype(np.float64)  # 16 + 24 bits: exact
+    return fma32((W & 0xFFFF).astype(np.float32), r, high)
+
+
+def pair_gradients(W, DEN, v, ev, o, eo, delta, b, T):
+    """p and ds, float32 [Sq, Skv], of one query head. W is 0 where a key is not attended."""
+    dot = (o.astype(np.int64) @ v.astype(np.int64).T).astype(np.float32)
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        dP = np.ldexp(dot, eo[:, None] + ev[None, :] - 2 * (b - 1))
+        rinv = (2.0**T / DEN.astype(np.float64)).astype(np.float32)
+        p = np.where(W > 0, np.ldexp(f32_product(W, np.where(DEN > 0, rinv, 0)[:, None]), -T), np.float32(0))
+        return p, np.where(W > 0, p * (dP - delta[:, None]), np.float32(0))
+
+
+def gradient_sum(terms, exponents, integers, reference, b):
+    """f64 of sum_s rne(terms[.., s] * 2^(exponents[s] + G - reference)) * integers[s, :], over the last axis of terms.
+
+    terms [R, S], exponents [S], integers [S, D], reference [R]; the sum is an exact integer, rounded once, then scaled.
+    """
+    empty = reference == NO_TERM
+    reference = np.where(empty, 0, reference)
+    short = np.rint(np.ldexp(terms.astype(np.float64), exponents[None, :] + G - reference[:, None]))
+    total = np.zeros((terms.shape[0], integers.shape[1]), object)
+    for part in range(0, terms.shape[1], 2**16):  # 2^16 products of 2^46 fit an int64
+        piece = slice(part, part + 2**16)
+        total += (short[:, piece].astype(np.int64) @ integers[piece].astype(np.int64)).astype(object)
+    scaled = np.ldexp(total.astype(np.float64), (reference - G - (b - 1))[:, None])
+    return np.where(empty[:, None], 0.0, scaled)
+
+
+class Gradients(NamedTuple):
+    """float32 dQ, dK, dV; the references A [B, Hq, Sq], B and C [B, Hkv, Skv] int64 (NO_TERM where nothing is nonzero)."""
+
+    dQ: np.ndarray
+    dK: np.ndarray
+    dV: np.ndarray
+    A: np.ndarray
+    B: np.ndarray
+    C: np.ndarray
+
+
+def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_offset=None):
+    """Section 8 for the whole call. A row i with a bad pair gives nothing to the sums of others (and is NaN itself)."""
+    b, T = BITS[precision]
+    out, m, _, DEN = det_attn(Q, K, V, causal, scale, precision=precision, q_offset=q_offset)
+    M = integer_rowmax(m)
+    q, eq = rows(Q, "query", scale, precision)
+    k, ek = rows(K, "key", None, precision)
+    v, ev = rows(V, "value", None, precision)
+    o, eo = rows(dO, "key", None, precision)
+    scale = default_scale(scale, q.shape[-1])
+    v_bad = np.isin(v, list(V_MARK.values())).any(-1)
+    v = np.where(v_bad[..., None], 0, v)
+    ek, eo, ev = (np.where(e == BAD_ROW, 0, e).astype(np.int64) for e in (ek, eo, ev))
+    eq = np.where(eq == BAD_ROW, 0, eq).astype(np.int64)
+    o_bad = ~np.isfinite(to_f32(dO)).all(-1)
+    delta = row_deltas(to_f32(dO), out)
+    shape, keys = q.shape[:3], k.shape[:3]
+    dQ, dK, dV = (np.zeros(x.shape, np.float64) for x in (q, k, v))
+    A, B, C = np.full(shape, NO_TERM), np.full(keys, NO_TERM), np.full(keys, NO_TERM)
+    bad_q, bad_k = np.zeros(shape, bool), np.zeros(keys, bool)
+    pairs = {}
+    for at, to, pair in _pairs(Q, K, causal, scale, 0, None, precision, q_offset, 0):
+        bad_pair = pair.mask & ((pair.q_bad | o_bad[at])[:, None] | (pair.k_bad | v_bad[to])[None, :])
+        bad_q[at] = bad_pair.any(-1)
+        bad_k[to] |= bad_pair.any(0)
+        mask = pair.mask & ~bad_q[at][:, None]
+        W = np.where(mask, weights(np.where(mask, M[at][:, None] - pair.S, 0), T), 0)
+        p, ds = pair_gradients(W, DEN[at], v[to], ev[to], o[at], eo[at], delta[at], b, T)
+        A[at] = (exponent(ds) + ek[to][None, :]).max(-1, initial=NO_TERM)
+        A[at] = np.where((ds != 0).any(-1), A[at], NO_TERM)
+        dQ[at] = scale * gradient_sum(ds, ek[to], k[to], A[at], b)
+        pairs.setdefault(to, []).append((at, p, ds))
+    for to, heads in pairs.items():  # dK and dV sum over every query head of the group
+        p, ds = (np.concatenate([head[n] for head in heads]).T for n in (1, 2))  # [Skv, group * Sq]
+        qs, os = (np.concatenate([x[head[0]] for head in heads]) for x in (q, o))
+        eqs, eos = (np.concatenate([x[head[0]] for head in heads]) for x in (eq, eo))
+        B[to] = np.where((ds != 0).any(-1), (exponent(ds) + eqs).max(-1, initial=NO_TERM), NO_TERM)
+        C[to] = np.where((p != 0).any(-1), (exponent(p) + eos).max(-1, initial=NO_TERM), NO_TERM)
+        dK[to] = gradient_sum(ds, eqs, qs, B[to], b)
+        dV[to] = gradient_sum(p, eos, os, C[to], b)
+    dQ[bad_q], dK[bad_k], dV[bad_k] = np.nan, np.nan, np.nan
+    return Gradients(*(x.astype(np.float32) for x in (dQ, dK, dV)), A, B, C)
+
+
+def row_deltas(dO, out):
+    """delta float32: float64 fma, d ascending; the product of two float32 is exact, so a sum is the fma."""
+    total = np.zeros(out.shape[:3], np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for d in range(out.shape[3]):
+            total = total + dO[..., d].astype(np.float64) * out[..., d].astype(np.float64)
+        return total.astype(np.float32)

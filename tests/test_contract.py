@@ -48,6 +48,15 @@ def test_oracle_meets_the_worked_examples(name):
 
 
 @pytest.mark.parametrize("name", INDEX)
+def test_oracle_meets_the_worked_gradients(name):
+    settings, x = example(name)
+    one_key_head = (x["Q"][None], x["K"][None, None], x["V"][None, None], x["dO"][None])
+    found = oracle.gradients(*one_key_head, settings["causal"], settings["scale"], precision=settings["precision"])
+    for name in ("dQ", "dK", "dV"):
+        assert_same_bits(tensor(getattr(found, name).reshape(x[name].shape)), tensor(x[name]))
+
+
+@pytest.mark.parametrize("name", INDEX)
 def test_kernel_meets_the_worked_examples(kernel, device, name):
     settings, x = example(name)
     dtype = torch.bfloat16 if settings["dtype"].startswith("bfloat16") else torch.float32
