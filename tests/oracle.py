@@ -298,7 +298,7 @@ def gradient_sum(terms, exponents, integers, reference, b):
 
 
 class Gradients(NamedTuple):
-    """float32 dQ, dK, dV; the references A [B, Hq, Sq], B and C [B, Hkv, Skv] int64 (NO_TERM where nothing is nonzero)."""
+    """float32 dQ, dK, dV; references int64 A [B, Hq, Sq], B and C [B, Hkv, Skv], NO_TERM over nothing but zeros."""
 
     dQ: np.ndarray
     dK: np.ndarray
