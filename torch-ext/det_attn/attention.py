@@ -11,8 +11,6 @@ from torch import Tensor
 from . import checks
 from ._ops import ops
 
-_WEIGHT_UNIT = {"highest": 2.0**-31, "high": 2.0**-23}  # 2^-T, the unit of DEN
-
 
 class State(NamedTuple):
     """What the fused call knows of each softmax, beside its output; all [B, Hq, Sq].
@@ -75,5 +73,6 @@ def det_attn(
     out, rowmax, den = ops.forward.default(Q, K, V, causal, scale, precision, diagonal, 0, kv_len, out_dtype, path)
     if not return_state:
         return out
-    lse = (rowmax + torch.log(den.to(torch.float64) * _WEIGHT_UNIT[precision])).to(torch.float32)
+    weight_unit = 2.0**-31 if precision == "highest" else 2.0**-23
+    lse = (rowmax + torch.log(den.to(torch.float64) * weight_unit)).to(torch.float32)
     return out, State(rowmax, den, lse)

@@ -35,7 +35,7 @@ def _tensor(x, name):
     if x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"{name}: got a {'nested' if x.is_nested else x.layout} tensor, must be dense and strided")
     if not (x.is_cpu or (_HAS_CUDA and x.is_cuda)):
-        raise ValueError(f"{name}: got device {x.device}, this build has kernels for cpu{' and cuda' * _HAS_CUDA}")
+        raise ValueError(f"{name}: got device {x.device}, this build has kernels for cpu{' and cuda' * _HAS_CUDA} only")
 
 
 def _same_device(x, device, name, other):
