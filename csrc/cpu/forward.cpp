@@ -12,7 +12,7 @@ namespace cpu {
 
 namespace {
 
-constexpr int64_t kPackedBytes = int64_t(1) << 30;  // packed keys and values held at a time, unless one head has more
+constexpr int64_t kPackedBytes = int64_t(1) << 26;  // packed keys and values held at a time, unless one head has more
 constexpr int64_t kUnitsPerThread = 4;              // enough to balance causal tiles
 constexpr int64_t kTilesPerSplit = 4;               // shorter key ranges are not worth a partial result
 
@@ -47,8 +47,8 @@ void for_each_round(const Problem& problem, bool with_values, const Body& body) 
   const int64_t head_bytes = std::max<int64_t>(1, PackedKeys::bytes_per_head(problem, with_values));
   const int64_t step = std::max<int64_t>(1, std::min(heads, kPackedBytes / head_bytes));
   const int64_t threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  Round round;  // its memory serves every round
   for (int64_t lo = 0; lo < heads; lo += step) {
-    Round round;
     round.head_lo = lo;
     round.head_hi = std::min(heads, lo + step);
     round.head_rows = problem.q_heads / problem.kv_heads * problem.q_len;

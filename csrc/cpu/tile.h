@@ -153,13 +153,21 @@ void mask_scores(double* s, const int32_t* key_index, int32_t limit, int n) {
 }
 
 double row_max(const double* s, int n) {
-  double lane[kPanel];
-  for (int l = 0; l < kPanel; ++l) lane[l] = s[l];
+  constexpr int vectors = kPanel / kLanes;
+  Vec lane[vectors];
+  DET_UNROLL
+  for (int v = 0; v < vectors; ++v) lane[v] = load(s + v * kLanes);
   for (int j = kPanel; j < n; j += kPanel) {
-    for (int l = 0; l < kPanel; ++l) lane[l] = s[j + l] > lane[l] ? s[j + l] : lane[l];
+    DET_UNROLL
+    for (int v = 0; v < vectors; ++v) {
+      const Vec x = load(s + j + v * kLanes);
+      lane[v] = x > lane[v] ? x : lane[v];
+    }
   }
-  double largest = lane[0];
-  for (int l = 1; l < kPanel; ++l) largest = lane[l] > largest ? lane[l] : largest;
+  double largest = lane[0][0];
+  for (int v = 0; v < vectors; ++v) {
+    for (int l = 0; l < kLanes; ++l) largest = lane[v][l] > largest ? lane[v][l] : largest;
+  }
   return largest;
 }
 
