@@ -36,13 +36,14 @@ def card(ax, height):
 
 
 def shard_order(ax, order, y):
-    side, gap = 0.34, 0.08
+    pitch = min(0.42, (ONLINE_X - ORDER_X - 0.2) / len(order))  # many shards: smaller squares
+    side = 0.81 * pitch
     for i, shard in enumerate(order):
-        x = ORDER_X + i * (side + gap)
+        x = ORDER_X + i * pitch
         ax.add_patch(FancyBboxPatch((x, y - side / 2), side, side, boxstyle="round,pad=0,rounding_size=0.07",
                                     facecolor=SHARDS[shard % len(SHARDS)], edgecolor="none"))
-        ax.text(x + side / 2, y - 0.01, str(shard), color="white", fontsize=12.5, weight="bold", ha="center",
-                va="center", family=SANS)
+        ax.text(x + side / 2, y - 0.01, str(shard), color="white", fontsize=12.5 * pitch / 0.42, weight="bold",
+                ha="center", va="center", family=SANS)
 
 
 def column(ax, x, rows_y, title, result, colour, hues):
@@ -58,7 +59,8 @@ def column(ax, x, rows_y, title, result, colour, hues):
         ax.text(x + BAR + 0.15, y + 0.12, digest[:10] + "…", color=INK, fontsize=12.5, va="center", family=MONO)
         first = y == rows_y[0]
         note = "first order" if first else f"off by {difference:.1e}" if changed else "off by 0"
-        ax.text(x + BAR + 0.15, y - 0.13, note, color=QUIET if first else colour, fontsize=11.5, va="center", family=SANS)
+        ax.text(x + BAR + 0.15, y - 0.13, note, color=QUIET if first else colour, fontsize=11.5, va="center",
+                family=SANS)
 
 
 def draw(path, online, ours, orders, what, shape):

@@ -1,7 +1,8 @@
 """Four shardings of one attention: four results from online softmax, one from det-attn, to the last bit.
 
-The keys are cut into shards, and each rank of a ring starts at its own shard, so every rank adds the same terms in another
-order. In: Q, K, V of a real model (or random ones). Out: a hash per order; exit status 1 if any bit of det-attn differs.
+The keys are cut into shards, and each rank of a ring starts at its own shard, so every rank adds the same terms in
+another order. In: Q, K, V of a real model (or random ones). Out: a hash per order; exit status 1 if any bit of det-attn
+differs.
 """
 
 import argparse
@@ -181,7 +182,8 @@ def load_kernel():
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--random", action="store_true", help="random tensors instead of a real model's")
-    parser.add_argument("--shape", default="1,8,2,1024,64", metavar="B,Hq,Hkv,S,D", help="of random tensors (%(default)s)")
+    parser.add_argument("--shape", default="1,8,2,1024,64", metavar="B,Hq,Hkv,S,D",
+                        help="of random tensors (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of random tensors (%(default)s)")
     parser.add_argument("--layer", type=int, default=6, help="of the model, from 1 (%(default)s)")
     parser.add_argument("--text", type=Path, default=ROOT / "LICENSE", help="what the model reads (LICENSE)")
