@@ -10,17 +10,22 @@ SHELL := /bin/bash
 BUILD ?=
 DEMO ?= --plot
 TESTS ?=
-NEWEST := $(shell for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
-  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$$p"; break; }; done)
-HAS_TORCH := $(if $(PYTHON),$(shell "$(PYTHON)" -c \
-  'import importlib.util as u; print("yes" if u.find_spec("torch") else "")' 2>/dev/null))
 
-ifeq ($(HAS_TORCH),yes)
+# What PYTHON is: torch (used as it is), bare (.venv is made from it), old, or nothing that runs.
+KIND := $(if $(PYTHON),$(shell "$(PYTHON)" -c 'import sys, importlib.util as u; \
+  print("old" if sys.version_info < (3, 11) else "torch" if u.find_spec("torch") else "bare")' 2>/dev/null),bare)
+ifeq ($(filter torch bare,$(KIND)),)
+  $(error PYTHON=$(PYTHON) is not Python 3.11 or newer)
+endif
+
+ifeq ($(KIND),torch)
   PY := $(PYTHON)
   SETUP :=
 else
   PY := .venv/bin/python
   SETUP := .venv/ready-$(shell sha256sum requirements.txt | cut -c1-12)
+  BASE := $(shell for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
+    "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$$p"; break; }; done)
 endif
 
 # $(call need,WORDS): stop, naming them, when the interpreter lacks packages. A fresh .venv has them all.
@@ -42,12 +47,12 @@ build: setup
 setup: $(SETUP)
 
 .venv/ready-%:
-	@test -n "$(NEWEST)" || { echo "need Python 3.11 or newer: pass PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "setting up .venv with $(NEWEST) and requirements.txt (a few minutes, once)"
+	@test -n "$(BASE)" || { echo "need Python 3.11 or newer: pass PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setting up .venv with $(BASE) and requirements.txt (a few minutes, once)"
 	rm -rf .venv
-	$(NEWEST) -m venv .venv
+	$(BASE) -m venv .venv
 	.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 clean:
-	rm -rf build .venv .pytest_cache .hypothesis
+	rm -rf build .pytest_cache .hypothesis
