@@ -13,7 +13,7 @@ constexpr int kRowTile = 48;           // four blocks of 12 rows: 12 x 16 accumu
 constexpr int kKeyTile = 128;          // a panel of values is 16 KB, so it stays in L1 beside a block of weights
 constexpr int kScoreStride = kKeyTile + 8;  // not a power of two: 12 rows must not share an L1 set
 
-constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+static constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // A weight is split as W = high * 2^kHalfBits + low with |low|, high <= 2^(kHalfBits - 1).
 constexpr int kHalfBits = 16;

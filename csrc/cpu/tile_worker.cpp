@@ -2,7 +2,6 @@
 #include "tile_worker.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 namespace det_attn {
@@ -254,8 +253,8 @@ void TileWorker::flush() {
     const int at = position + (part == 0 && split_weights_ ? kHalfBits : 0);
     const int k = at / kDigitBits;
     if (digit_lo_ == digit_hi_) digit_lo_ = digit_hi_ = k;
-    while (digit_lo_ > k) --digit_lo_, std::fill(digit(digit_lo_), digit(digit_lo_) + count, 0);
-    while (digit_hi_ < k + 3) std::fill(digit(digit_hi_), digit(digit_hi_) + count, 0), ++digit_hi_;
+    while (digit_lo_ > k) std::fill_n(digit(--digit_lo_), count, 0);
+    while (digit_hi_ < k + 3) std::fill_n(digit(digit_hi_++), count, 0);
     kernels_.flush(acc_.data() + part * count, count, at % kDigitBits, digit(k), digit(k + 1), digit(k + 2));
   }
 }
