@@ -1,5 +1,5 @@
 // The CPU's vector kernels as one table per instruction set. In: rows and packed panels. Out: score tiles, weights,
-// partial sums. Serves docs/contract.md sections 1, 2, 4, 5 and 6; the callers in rows.cpp and forward.cpp hold no SIMD.
+// partial sums. Serves docs/contract.md sections 1, 2, 4, 5 and 6; rows.cpp and tile_worker.cpp, its callers, are plain.
 #pragma once
 
 #include "../problem.h"

@@ -17,8 +17,8 @@ constexpr int kBucketWidth = 5;
 constexpr int kBuckets = 128 / kBucketWidth + 126 / kBucketWidth + 3;
 constexpr int kBudgetBits = 15;
 // |half of W| <= 2^15, |v^| <= 2^23, shifted by the spread: 2^(kBudgetBits - spread) of them stay inside 2^53.
-static_assert((kHalfBits - 1) + (kHighest.operand_bits - 1) + kBudgetBits <= 53, "halves of `highest` must sum exactly");
-static_assert(kHigh.weight_bits + (kHigh.operand_bits - 1) + kBudgetBits <= 53, "weights of `high` must sum exactly");
+static_assert((kHalfBits - 1) + (kHighest.operand_bits - 1) + kBudgetBits <= 53, "halves of W must sum exactly");
+static_assert(kHigh.weight_bits + (kHigh.operand_bits - 1) + kBudgetBits <= 53, "whole W must sum exactly");
 static_assert(kBudgetBits - (kBucketWidth - 1) >= 7 && kKeyTile <= 128, "one tile must fit the budget");
 
 struct Bucket {

@@ -292,8 +292,8 @@ void TileWorker::store_out(const MutableView& out) {
   // Sums that never left the two float64 accumulators are rounded from there; others from the digits.
   const bool short_sum = digit_lo_ == digit_hi_ && acc_keys_ > 0;
   if (!short_sum) flush();
-  const double unit =
-      short_sum ? pow2(digit_position(keys_.bucket(unit_.head, bucket_).base, problem_.precision) - kUnitExponent) : 1.0;
+  const int base = keys_.bucket(unit_.head, bucket_).base;
+  const double unit = short_sum ? pow2(digit_position(base, problem_.precision) - kUnitExponent) : 1.0;
   double numerators[kMaxHeadDim];
   float values[kMaxHeadDim];
   for (int r = 0; r < unit_.rows; ++r) {
