@@ -1,6 +1,5 @@
-// The CPU's vector kernels as one table per instruction set. In: rows and packed panels. Out: score tiles, weights,
-// partial sums. Serves docs/contract.md sections 1, 2, 4, 5 and 6; rows.cpp and tile_worker.cpp, its callers, are plain.
-#pragma once
+// The vector kernels of the CPU as one table per instruction set. In: rows and packed panels. Out: score tiles, weights,
+// partial sums. Serves docs/contract.md sections 1, 2, 4, 5, 6; the callers (rows.cpp, tile_worker.cpp) hold no SIMD.
 
 #include "../problem.h"
 
