@@ -32,6 +32,8 @@ CACHE = ROOT / "build" / ".cache"
 # ptxas serialises wgmma (C7508, C7510-C7512): correct, but several times slower, so nobody must miss it.
 SLOW_WGMMA = re.compile(r"C75(?:08|10|11|12)\b")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
 class BuildError(Exception):
     pass
 
@@ -123,6 +125,32 @@ def package_files(config: dict) -> list:
     return [(p, p.relative_to(package)) for p in sorted(package.rglob("*")) if p.suffix in extensions]
 
 
+def objects_of(variant: Variant, component: dict, torch_abi: int, tools: Toolchain, only_capabilities: list) -> list:
+    """The component's objects, with the commands that kernel-builder's CMake files would run."""
+    defines = ["-DPy_LIMITED_API=0x03090000", f"-DTORCH_TARGET_VERSION={torch_abi:#018x}"]
+    defines += ["-DCPU_KERNEL"] if variant.backend == "cpu" else ["-DCUDA_KERNEL", "-DUSE_CUDA=1"]
+    includes = [f"-I{i}" for i in ["csrc", *component.get("include", [])]]
+    common = ["-std=c++17", "-O3", "-DNDEBUG", *defines, *includes, "-isystem", str(tools.torch / "include")]
+    if component["name"] == "binding":  # only these files may name the extension: its name changes with any file
+        common += [f"-DTORCH_EXTENSION_NAME={variant.id}", f"-I{(CACHE / 'include').relative_to(ROOT)}"]
+    objects = []
+    for source in component["src"]:
+        path = CACHE / variant.name / component["name"] / (source + ".o")
+        if source.endswith((".cpp", ".cc", ".cxx")):
+            command = [tools.cxx, *common, "-fPIC", "-fno-gnu-unique", "-Wall", "-Wextra"]
+            command += component.get("cxx-flags", [])
+        elif source.endswith(".cu"):
+            command = [tools.nvcc, "-ccbin", tools.cxx, *common, "-Xcompiler=-fPIC,-fno-gnu-unique", "-DENABLE_FP8"]
+            command += ["--expt-relaxed-constexpr", "-Xptxas=-v", *component.get("cuda-flags", [])]
+            command += [f for c in capabilities_of(component, only_capabilities) for f in gencode(c)]
+        else:
+            continue  # a header: listed because kernel-builder builds from the listed files alone
+        command += ["-c", source, "-o", str(path.relative_to(ROOT))]
+        command += ["-MD", "-MF", str(path.with_suffix(".d").relative_to(ROOT))]
+        objects.append(Object(source, path, command))
+    return objects
+
+
 def plan(config: dict, backend: str, tools: Toolchain, only_capabilities: list) -> Variant:
     general, torch = config["general"], config["torch"]
     abi = torch["stable-abi"][backend]
@@ -148,29 +176,10 @@ def plan(config: dict, backend: str, tools: Toolchain, only_capabilities: list) 
         state.update(str(relative).encode() + path.read_bytes())
     id = f"_{general['name'].replace('-', '_')}_{backend}_{state.hexdigest()[:10]}"
 
-    defines = ["-DPy_LIMITED_API=0x03090000", f"-DTORCH_TARGET_VERSION={(major << 56) | (minor << 48):#018x}"]
-    defines += ["-DCPU_KERNEL"] if backend == "cpu" else ["-DCUDA_KERNEL", "-DUSE_CUDA=1"]
-    objects = []
+    variant = Variant(name, id, backend, [], archs)
     for component in [dict(torch, name="binding"), *components]:
-        includes = [f"-I{i}" for i in ["csrc", *component.get("include", [])]]
-        common = ["-std=c++17", "-O3", "-DNDEBUG", *defines, *includes, "-isystem", str(tools.torch / "include")]
-        if component["name"] == "binding":  # only these files may name the extension: its name changes with any file
-            common += [f"-DTORCH_EXTENSION_NAME={id}", f"-I{(CACHE / 'include').relative_to(ROOT)}"]
-        for source in component["src"]:
-            path = CACHE / name / component["name"] / (source + ".o")
-            if source.endswith((".cpp", ".cc", ".cxx")):
-                command = [tools.cxx, *common, "-fPIC", "-fno-gnu-unique", "-Wall", "-Wextra"]
-                command += component.get("cxx-flags", [])
-            elif source.endswith(".cu"):
-                command = [tools.nvcc, "-ccbin", tools.cxx, *common, "-Xcompiler=-fPIC,-fno-gnu-unique", "-DENABLE_FP8"]
-                command += ["--expt-relaxed-constexpr", "-Xptxas=-v", *component.get("cuda-flags", [])]
-                command += [f for c in capabilities_of(component, only_capabilities) for f in gencode(c)]
-            else:
-                continue  # a header: listed because kernel-builder copies only what is listed
-            command += ["-c", source, "-o", str(path.relative_to(ROOT))]
-            command += ["-MD", "-MF", str(path.with_suffix(".d").relative_to(ROOT))]
-            objects.append(Object(source, path, command))
-    return Variant(name, id, backend, objects, archs)
+        variant.objects += objects_of(variant, component, (major << 56) | (minor << 48), tools, only_capabilities)
+    return variant
 
 
 # ---- Compile -----------------------------------------------------------------------------------------------------
