@@ -193,26 +193,38 @@ def extremes(pattern, shape):
         "alternating channels": 1.0 - 2.0 * (d % 2) + 0 * j,
         "alternating pairs": 1.0 - 2.0 * ((j + d) % 2),
         "halves": torch.where(j < S // 2, 1.0, -1.0) + 0 * d,
-        "near exponents": 2.0 ** (j * 7 % 13) + 0 * d,  # sums of rows whose exponents differ by a few bits
+        "near exponents": 2.0 ** (j % 5) + 0 * d,  # rows that may share an accumulator, with a smaller budget
+        "spread exponents": 2.0 ** (j * 7 % 23) + 0 * d,  # and rows that may not
     }[pattern]
     return (sign * EDGE).float().expand(B, H, S, D).contiguous()
 
 
 PATTERNS = ["all plus", "all minus", "alternating keys", "alternating channels", "alternating pairs", "halves",
-            "near exponents"]  # fmt: skip
+            "near exponents", "spread exponents"]  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("Skv,D", [(70001, 2), (3000, 256)])
 def test_long_rows_of_extreme_values(kernel, device, Skv, D, pattern, precision):
-    """All weights 2^T but the last key's, all values extreme: partial sums reach every bound they are derived from."""
+    """All values extreme, all weights near 2^T: partial sums reach every bound that a budget of keys is derived from.
+
+    Query 0: all weights 2^T. Query 1: 0x7fffff80 and the like, bytes as large as they get. Queries 2, 3: 0x7fff....
+    with changing low bits, so that a sum that outgrew its accumulator, or a float64's 53 bits, shows.
+    """
     V = extremes(pattern, (1, 1, Skv, D))
-    Q = torch.zeros(1, 1, 3, D)
-    Q[..., 0] = torch.tensor([0.0, 1.0, -1.0])
+    Q = torch.zeros(1, 1, 4, D)
+    Q[0, 0, :, :2] = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     K = torch.zeros(1, 1, Skv, D)
-    K[..., 0] = -(2.0**-24) * (torch.arange(Skv) % 5)  # weights just below 2^T: 0x7fff....: every bit set
-    compare(kernel, device, (Q, K, V), 1.0, precision)
+    K[0, 0, :, 0] = -(2.0**-24) * (torch.arange(Skv) % 2)
+    K[0, 0, :, 1] = -(2.0**-24) * tensor(generators.integers(8, 0, (Skv,), 0, 2**10)).float()
+    # One thread, or a batch for every multiprocessor: keys are then not shared out, and one accumulator meets them all.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        compare(kernel, device, (Q, K, V), 1.0, precision, copies=1 if device == "cpu" else 160)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
@@ -251,16 +263,18 @@ def test_values_at_every_exponent(kernel, device, precision):
         compare(kernel, device, (Q, K, V.float()), None, precision)
 
 
-def compare(kernel, device, inputs, scale, precision):
+def compare(kernel, device, inputs, scale, precision, copies=1):
+    """The stages and the fused call against the oracle; `copies` repeats the batch without repeating its memory."""
     Q, K, V = inputs
     rowmax = oracle.rowmax(Q, K, False, scale, precision=precision)
     num, den = oracle.accumulate(Q, K, V, rowmax, False, scale, precision=precision)
     out = oracle.finalize(num, den, precision)
-    Q, K, V = (x.to(device) for x in inputs)
+    expected = [tensor(x).expand(copies, *x.shape[1:]) for x in (rowmax, num, den, out)]
+    Q, K, V = (x.to(device).expand(copies, *x.shape[1:]) for x in inputs)
     for path in paths(kernel, device):
-        found = kernel.rowmax(Q, K, False, scale, precision=precision, path=path)
-        assert_same_bits(found.cpu(), tensor(rowmax))
-        found = kernel.accumulate(Q, K, V, found, False, scale, precision=precision, path=path)
-        assert_same_bits(found[1].cpu(), tensor(den))
-        assert_same_bits(found[0].cpu(), tensor(num))
-        assert_same_bits(kernel.det_attn(Q, K, V, False, scale, precision=precision, path=path).cpu(), tensor(out))
+        how = dict(precision=precision, path=path)
+        found = kernel.rowmax(Q, K, False, scale, **how)
+        sums = kernel.accumulate(Q, K, V, found, False, scale, **how)
+        found = (found, *sums, kernel.det_attn(Q, K, V, False, scale, **how))
+        for name, a, b in zip(("rowmax", "NUM", "DEN", "out"), found, expected):
+            assert_same_bits(a.cpu(), b, name)
