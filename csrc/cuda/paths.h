@@ -1,0 +1,36 @@
+// The functions of the CUDA backend by stage, and by path where paths differ. backend.cu picks; a faster path is one
+// more namespace beside `reference`. Signatures are those of the Backend table.
+#pragma once
+
+#include "../backend.h"
+
+namespace det_attn::cuda {
+
+void rows(const Context&, const View& x, int64_t batch, int64_t heads, int64_t length, int64_t head_dim, RowKind kind,
+          double scale, Precision precision, int32_t* integers, int32_t* exponents);
+
+void finalize(const Context&, const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim,
+              Precision precision, void* out, DType out_dtype);
+
+// Float64 FMA with exact partial sums: simple, any sm_80+.
+namespace reference {
+void rowmax(const Context&, const Problem&, double* rowmax);
+void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
+}  // namespace reference
+
+// Int8 tensor cores through mma.sync, sm_80+.
+namespace mma {
+void rowmax(const Context&, const Problem&, double* rowmax);
+void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
+}  // namespace mma
+
+// The same with wgmma where it pays, sm_90a.
+namespace wgmma {
+void rowmax(const Context&, const Problem&, double* rowmax);
+void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
+}  // namespace wgmma
+
+}  // namespace det_attn::cuda
