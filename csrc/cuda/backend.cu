@@ -2,39 +2,52 @@
 // the contract's whichever it is.
 #include <stdexcept>
 
+#include "common.cuh"
 #include "paths.h"
 
 namespace det_attn {
 
 namespace {
 
-// The path that runs: the fastest one built, unless the caller names one.
+int compute_capability(int device) {
+  int major = 0, minor = 0;
+  cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  cuda::check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
+  return 10 * major + minor;
+}
+
+// The path that runs: the fastest one this GPU has, unless the caller names one.
 Path choose_path(const Context& ctx) {
-  switch (ctx.path) {
-    case Path::kAuto:
-    case Path::kReference:
-      return Path::kReference;
-    case Path::kMma:
-      throw std::runtime_error("det_attn: path 'mma' is not in this build; use 'auto' or 'reference'");
-    case Path::kWgmma:
-      throw std::runtime_error("det_attn: path 'wgmma' is not in this build; use 'auto' or 'reference'");
+  const bool hopper = compute_capability(ctx.device) == 90;
+  if (ctx.path == Path::kAuto) return hopper ? Path::kWgmma : Path::kMma;
+  if (ctx.path == Path::kWgmma && !hopper) {
+    throw std::runtime_error("det_attn: path 'wgmma' is not available on this GPU: it needs compute capability 9.0");
   }
-  throw std::runtime_error("det_attn: unknown path; use 'auto' or 'reference'");
+  return ctx.path;
 }
 
 void rowmax(const Context& ctx, const Problem& problem, double* rowmax) {
-  choose_path(ctx);
-  cuda::reference::rowmax(ctx, problem, rowmax);
+  switch (choose_path(ctx)) {
+    case Path::kReference: return cuda::reference::rowmax(ctx, problem, rowmax);
+    case Path::kWgmma: return cuda::wgmma::rowmax(ctx, problem, rowmax);
+    default: return cuda::mma::rowmax(ctx, problem, rowmax);
+  }
 }
 
 void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
-  choose_path(ctx);
-  cuda::reference::accumulate(ctx, problem, rowmax, num, den);
+  switch (choose_path(ctx)) {
+    case Path::kReference: return cuda::reference::accumulate(ctx, problem, rowmax, num, den);
+    case Path::kWgmma: return cuda::wgmma::accumulate(ctx, problem, rowmax, num, den);
+    default: return cuda::mma::accumulate(ctx, problem, rowmax, num, den);
+  }
 }
 
 void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
-  choose_path(ctx);
-  cuda::reference::forward(ctx, problem, out, rowmax, den);
+  switch (choose_path(ctx)) {
+    case Path::kReference: return cuda::reference::forward(ctx, problem, out, rowmax, den);
+    case Path::kWgmma: return cuda::wgmma::forward(ctx, problem, out, rowmax, den);
+    default: return cuda::mma::forward(ctx, problem, out, rowmax, den);
+  }
 }
 
 }  // namespace

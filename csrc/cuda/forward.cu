@@ -1,0 +1,208 @@
+// Forward on the tensor cores: rowmax, accumulate and the fused call, in terms of the kernels in tensor_core.cuh
+// (docs/contract.md sections 1 to 7). Query rows go in chunks: scores of a chunk leave distances in a bounded workspace,
+// the sums kernel turns them into outputs, the next chunk reuses the space.
+#include <algorithm>
+
+#include "paths.h"
+#include "tensor_core.cuh"
+
+namespace det_attn::cuda {
+
+namespace {
+
+// Whose products: the stages around them are the same.
+enum class Engine { kMma, kWgmma };
+
+void launch_scores(const Context& ctx, Engine engine, const ScoresArgs& args, int64_t tiles, bool given) {
+  if (args.shape.keys == 0) return;
+  const bool highest = args.shape.planes == 3;
+  if (engine == Engine::kWgmma) {
+    (highest ? launch_scores_wgmma_highest : launch_scores_wgmma_high)(ctx, args, tiles, given);
+  } else {
+    (highest ? launch_scores_highest : launch_scores_high)(ctx, args, tiles, given);
+  }
+}
+
+void launch_sums(const Context& ctx, const SumsArgs& args, int64_t tiles) {
+  (args.shape.planes == 3 ? launch_sums_highest : launch_sums_high)(ctx, args, tiles);
+}
+
+int processors(const Context& ctx) {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, ctx.device), "cudaDeviceGetAttribute");
+  return count;
+}
+
+Shape shape_of(const Problem& p, Engine engine) {
+  Shape s;
+  s.heads = p.batch * p.kv_heads;
+  s.rows = p.kv_heads == 0 ? 0 : p.q_heads / p.kv_heads * p.q_len;
+  s.rows_pad = round_up(s.rows, kRowPad);
+  s.keys = p.mask.kv_hi - p.mask.kv_lo;
+  s.keys_pad = round_up(s.keys, kKeyPad);
+  s.dims = static_cast<int>(p.head_dim);
+  s.dims_pad = static_cast<int>(round_up(p.head_dim, kDimPad));
+  if (engine == Engine::kWgmma) s.dims_pad = s.dims_pad <= 64 ? 64 : (s.dims_pad <= 128 ? 128 : 256);  // its k-steps are compiled in
+  s.value_dims_pad = static_cast<int>(p.head_dim <= 64 ? 64 : round_up(p.head_dim, 128));
+  s.planes = (p.precision.operand_bits + 7) / 8;
+  return s;
+}
+
+Prepared allocate(const Context& ctx, const Shape& s, bool values) {
+  Prepared p{};
+  p.query = workspace<uint8_t>(ctx, s.heads * s.planes * s.rows_pad * s.dims_pad);
+  p.key = workspace<uint8_t>(ctx, s.heads * s.planes * s.keys_pad * s.dims_pad);
+  p.query_exponent = workspace<int32_t>(ctx, s.heads * s.rows_pad);
+  p.key_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
+  p.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
+  if (values) {
+    p.value = workspace<uint8_t>(ctx, s.heads * s.planes * s.value_dims_pad * s.keys_pad);
+    p.value_shift = workspace<int32_t>(ctx, s.heads * s.keys_pad);
+    p.value_range = workspace<int32_t>(ctx, s.heads * 2);
+    p.value_special = workspace<int32_t>(ctx, s.heads);
+    p.special_key = workspace<uint8_t>(ctx, s.heads * s.keys_pad);
+  }
+  return p;
+}
+
+ScoresArgs scores_args(const Problem& p, const Shape& s, const Prepared& prepared) {
+  return ScoresArgs{s, prepared, Distances{nullptr, nullptr, s.keys_pad / kBlockKeys}, p.mask, p.q_len, 0};
+}
+
+// How many row tiles a chunk takes, and into how many parts its keys are split to fill the device.
+struct Plan {
+  int64_t tiles, chunk_tiles;
+  int splits;
+  int64_t split_keys;
+};
+
+Plan plan_of(const Context& ctx, const Shape& s) {
+  Plan plan;
+  plan.tiles = s.heads * (s.rows_pad / kRowPad);
+  const int64_t tile_bytes = kRowPad * s.keys_pad * 4 + kRowPad * (s.keys_pad / kBlockKeys) * 8;
+  const int64_t fit = tile_bytes == 0 ? plan.tiles : kChunkBytes / tile_bytes;
+  plan.chunk_tiles = std::max<int64_t>(1, std::min({fit, plan.tiles, kChunkTiles}));
+  // CTAs of the sums kernel in one chunk; see SumsTile for the rows of a CTA.
+  const int64_t cta_rows = s.value_dims_pad % 128 == 0 ? 32 : 64;
+  const int64_t per_tile = kRowPad / cta_rows * std::max<int64_t>(1, s.value_dims_pad / 128);
+  const int64_t sms = processors(ctx);
+  if (plan.chunk_tiles < plan.tiles) {  // whole waves of CTAs, where a chunk has at least one
+    const int64_t wave = std::max<int64_t>(1, sms / per_tile);
+    if (plan.chunk_tiles > wave) plan.chunk_tiles -= plan.chunk_tiles % wave;
+  }
+  const int64_t ctas = plan.chunk_tiles * per_tile;
+  int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
+  splits = std::max<int64_t>(1, std::min(splits, s.keys / kLeastSplitKeys));
+  plan.split_keys = std::max<int64_t>(kSumKeys, round_up(ceil_div(s.keys, splits), kSumKeys));
+  plan.splits = static_cast<int>(std::max<int64_t>(1, ceil_div(s.keys, plan.split_keys)));
+  return plan;
+}
+
+// Runs scores and sums over every chunk. `args` says where sums go; `given` whether prepared.rowmax is an input.
+void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const Shape& s, SumsArgs args, const Plan& plan, bool given) {
+  ScoresArgs scores = scores_args(problem, s, args.prepared);
+  const int64_t blocks = plan.chunk_tiles * (kRowPad / kBlockRows) * (s.keys_pad / kBlockKeys);
+  scores.distances.distance = workspace<uint4>(ctx, blocks * 4 * kWarpSize);
+  scores.distances.block_max = workspace<int64_t>(ctx, blocks * kBlockRows);
+  args.distances = scores.distances;
+  args.splits = plan.splits;
+  args.split_keys = plan.split_keys;
+  const bool into_num = args.out.data == nullptr;
+  if (!into_num) args.digits = workspace<int64_t>(ctx, plan.chunk_tiles * kRowPad * s.dims * kDigits);
+  const int64_t tiles_per_head = s.rows_pad / kRowPad;
+  for (int64_t first = 0; first < plan.tiles; first += plan.chunk_tiles) {
+    const int64_t tiles = std::min(plan.chunk_tiles, plan.tiles - first);
+    // The chunk's rows over heads * rows: padding rows are not counted there.
+    const auto row_at = [&](int64_t tile) {
+      return tile / tiles_per_head * s.rows + std::min(tile % tiles_per_head * kRowPad, s.rows);
+    };
+    const int64_t row = row_at(first), rows = row_at(first + tiles) - row;
+    scores.first_tile = args.first_tile = first;
+    launch_scores(ctx, engine, scores, tiles, given);
+    if (!into_num) {
+      args.digits_row = row;
+      if (plan.splits > 1) {
+        check(cudaMemsetAsync(args.digits, 0, rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
+        check(cudaMemsetAsync(args.den + row, 0, rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
+      }
+    }
+    launch_sums(ctx, args, tiles);
+    if (!into_num && plan.splits > 1) finalize_rows(ctx, args, row, rows);
+  }
+}
+
+SumsArgs sums_args(const Problem& p, const Shape& s, const Prepared& prepared, int64_t* den) {
+  SumsArgs args{};
+  args.shape = s;
+  args.prepared = prepared;
+  args.mask = p.mask;
+  args.precision = p.precision;
+  args.kv_heads = p.kv_heads, args.q_heads = p.q_heads, args.q_len = p.q_len;
+  args.den = den;
+  return args;
+}
+
+void rowmax_on(Engine engine, const Context& ctx, const Problem& problem, double* rowmax) {
+  const Shape s = shape_of(problem, engine);
+  if (s.heads * s.rows == 0) return;
+  const Prepared prepared = allocate(ctx, s, false);
+  prepare_queries(ctx, problem, s, prepared);
+  prepare_keys(ctx, problem, s, prepared);
+  launch_scores(ctx, engine, scores_args(problem, s, prepared), s.heads * (s.rows_pad / kRowPad), false);
+  export_rowmax(ctx, s, prepared, rowmax);
+}
+
+void accumulate_on(Engine engine, const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
+  const Shape s = shape_of(problem, engine);
+  if (s.heads * s.rows == 0) return;
+  const Prepared prepared = allocate(ctx, s, true);
+  prepare_queries(ctx, problem, s, prepared);
+  prepare_keys(ctx, problem, s, prepared);
+  prepare_values(ctx, problem, s, prepared);
+  import_rowmax(ctx, s, prepared, rowmax);
+  SumsArgs args = sums_args(problem, s, prepared, den);
+  args.digits = num;
+  check(cudaMemsetAsync(num, 0, s.heads * s.rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
+  check(cudaMemsetAsync(den, 0, s.heads * s.rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, s), true);
+  patch_specials(ctx, problem, args);
+  finish_num(ctx, args);
+}
+
+void forward_on(Engine engine, const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
+  const Shape s = shape_of(problem, engine);
+  if (s.heads * s.rows == 0) return;
+  const Prepared prepared = allocate(ctx, s, true);
+  prepare_queries(ctx, problem, s, prepared);
+  prepare_keys(ctx, problem, s, prepared);
+  prepare_values(ctx, problem, s, prepared);
+  SumsArgs args = sums_args(problem, s, prepared, den);
+  args.out = out;
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, s), false);
+  patch_specials(ctx, problem, args);
+  export_rowmax(ctx, s, prepared, rowmax);
+}
+
+}  // namespace
+
+namespace mma {
+void rowmax(const Context& ctx, const Problem& problem, double* rowmax) { rowmax_on(Engine::kMma, ctx, problem, rowmax); }
+void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
+  accumulate_on(Engine::kMma, ctx, problem, rowmax, num, den);
+}
+void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
+  forward_on(Engine::kMma, ctx, problem, out, rowmax, den);
+}
+}  // namespace mma
+
+namespace wgmma {
+void rowmax(const Context& ctx, const Problem& problem, double* rowmax) { rowmax_on(Engine::kWgmma, ctx, problem, rowmax); }
+void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
+  accumulate_on(Engine::kWgmma, ctx, problem, rowmax, num, den);
+}
+void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
+  forward_on(Engine::kWgmma, ctx, problem, out, rowmax, den);
+}
+}  // namespace wgmma
+
+}  // namespace det_attn::cuda

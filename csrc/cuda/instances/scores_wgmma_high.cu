@@ -1,0 +1,10 @@
+// The scores kernel on wgmma for `high`: 2 byte planes an operand.
+#include "launch_scores_wgmma.cuh"
+
+namespace det_attn::cuda {
+
+void launch_scores_wgmma_high(const Context& ctx, const ScoresArgs& args, int64_t tiles, bool given) {
+  launch_scores_wgmma_planes<2>(ctx, args, tiles, given);
+}
+
+}  // namespace det_attn::cuda

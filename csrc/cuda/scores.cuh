@@ -1,0 +1,286 @@
+// Scores stage, the part every tensor-core path shares: digit accumulators -> S -> distances from a block maximum
+// (docs/contract.md sections 2, 3). Works on C fragments, so mma.sync and wgmma meet here.
+//
+// S travels to the sums kernel as a distance: for each 16 x 32 block a row keeps the maximum of its 32 scores (int64) and
+// each pair keeps how far it lies below, in 32 bits. Since M is at least the block maximum, a distance of 2^29 or more
+// means W = 0 whatever M is, so anything from 2^29 up may be stored in its place.
+#pragma once
+
+#include "planes.cuh"
+
+namespace det_attn::cuda {
+
+constexpr uint32_t kFarDistance = 1u << 29;             // = kZeroWeightDistance
+constexpr int64_t kNoScore = -(int64_t(1) << 60);       // a masked pair: below every score
+constexpr int64_t kPoisonedScore = int64_t(1) << 60;    // an attended pair with a non-finite row: above every score
+
+// Distances of one chunk of row tiles. Block (row16, key32) is 4 x 32 uint4: word i of lane l are that lane's four bytes
+// of A register i, see value_slot().
+struct Distances {
+  uint4* distance;       // [row16][key32][4][32]
+  int64_t* block_max;    // [row16][key32][16]
+  int64_t key_blocks;    // key32 blocks a row
+};
+
+struct ScoresArgs {
+  Shape shape;
+  Prepared prepared;
+  Distances distances;  // distance == nullptr: row maxima only
+  Mask mask;
+  int64_t q_len;
+  int64_t first_tile;   // row tiles of kRowPad rows, counted over all heads; distances are indexed from here
+};
+
+// ---- from digit groups to the dot product ----
+// A dot product arrives as int32 digit groups of one 16 x 32 block of C fragments, [8-key block][fragment element]:
+//   I * 2^(8 * (6 - 2 * planes)) = hi * 2^24 + mid * 2^16 + lo
+// Three planes: hi = p4 * 2^8 + p3, mid = p2, lo = p1 * 2^8 + p0 as unsigned. Two planes: hi = p2 * 2^8 + p1, mid = p0, no
+// lo; I is then 2^16 times too large, which the shift r of 24-bit operands takes back exactly (it is 16 more).
+//   |p4 * 2^8 + p3| <= dims * (128*128*256 + 2*128*255) < 2^31 for dims <= 256
+//   p1 * 2^8 + p0   <= dims * (2*255*255*256 + 255*255)  < 2^32 for dims <= 128; wider rows keep p1 and p0 apart
+static_assert(int64_t(kMaxHeadDim) * (128 * 128 * 256 + 2 * 128 * 255) < (int64_t(1) << 31), "hi must fit an int32");
+static_assert(int64_t(128) * (2 * 255 * 255 * 256ll + 255 * 255) < (int64_t(1) << 32), "lo must fit a uint32");
+template <int PLANES, bool WIDE>
+struct Groups {
+  static constexpr int kCount = PLANES == 2 ? 2 : (WIDE ? 4 : 3);
+};
+constexpr int kGroupHi = 0, kGroupMid = 1, kGroupLo = 2, kGroupLowest = 3;
+
+template <int PLANES, bool WIDE, class Acc>
+__device__ __forceinline__ int64_t dot_of(const Acc& acc, int n, int i) {
+  int64_t dot = (static_cast<int64_t>(acc(kGroupHi, n, i)) << 24) + (static_cast<int64_t>(acc(kGroupMid, n, i)) << 16);
+  if constexpr (PLANES == 3) {
+    const int64_t lo = static_cast<uint32_t>(acc(kGroupLo, n, i));
+    dot += WIDE ? (lo << 8) + static_cast<uint32_t>(acc(kGroupLowest, n, i)) : lo;
+  }
+  return dot;
+}
+
+// floor(I / 2^(r - 1)) in 32 bits, for r in [17, 24] and a result that fits. I = 2^16 * (hi * 2^8 + mid') + lo' with lo' in
+// [0, 2^16) cannot reach past the floor; then y = hi * 2^8 + mid' is taken as hi' * 2^8 + m' with m' in [0, 2^8).
+template <int PLANES, bool WIDE, class Acc>
+__device__ __forceinline__ int32_t half_score(const Acc& acc, int n, int i, int r_plus_7) {
+  int32_t mid = acc(kGroupMid, n, i);
+  if constexpr (PLANES == 3) {
+    if constexpr (WIDE) {
+      mid += static_cast<int32_t>((static_cast<uint32_t>(acc(kGroupLo, n, i)) + (static_cast<uint32_t>(acc(kGroupLowest, n, i)) >> 8)) >> 8);
+    } else {
+      mid += static_cast<int32_t>(static_cast<uint32_t>(acc(kGroupLo, n, i)) >> 16);
+    }
+  }
+  const int32_t hi = acc(kGroupHi, n, i) + (mid >> 8);
+  return static_cast<int32_t>(__funnelshift_r(static_cast<uint32_t>(mid) << 24, static_cast<uint32_t>(hi), r_plus_7));
+}
+
+// ---- what a warp knows of its rows and keys ----
+
+// 16 rows: exponents and ends of attended keys of the lane's two rows (lane / 4 and lane / 4 + 8).
+struct BlockRows {
+  int exponent[2];
+  int end[2];
+};
+// Extremes over all rows of a warp: which shortcuts its tiles may take.
+struct WarpRows {
+  int exponent_min, exponent_max, end_min;
+};
+
+// Reads `ROWS` (16 or 32) rows from row_base on; a lane holds one row, then each picks its own.
+template <int ROWS>
+__device__ __forceinline__ WarpRows load_rows(const ScoresArgs& args, int64_t head, int64_t row_base, int lane,
+                                              BlockRows (&blocks)[ROWS / 16]) {
+  const int64_t row = row_base + lane % ROWS;
+  const bool real = row < args.shape.rows;
+  const int own = args.prepared.query_exponent[head * args.shape.rows_pad + row];
+  const int own_end = real ? static_cast<int>(args.mask.end(row % args.q_len) - args.mask.kv_lo) : 0;
+#pragma unroll
+  for (int m = 0; m < ROWS / 16; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      blocks[m].exponent[h] = __shfl_sync(kFullWarp, own, m * 16 + h * 8 + lane / 4);
+      blocks[m].end[h] = __shfl_sync(kFullWarp, own_end, m * 16 + h * 8 + lane / 4);
+    }
+  // Padding rows count for nothing but the mask.
+  return {__reduce_min_sync(kFullWarp, real ? own : INT32_MAX), __reduce_max_sync(kFullWarp, real ? own : INT32_MIN),
+          __reduce_min_sync(kFullWarp, own_end)};
+}
+
+// Attended keys of the CTA's rows end here (relative to kv_lo). All threads call it; `shared` is one int.
+__device__ __forceinline__ int end_of_rows(const Mask& mask, const Shape& s, int64_t q_len, int64_t row_base, int rows, int* shared) {
+  if (threadIdx.x == 0) *shared = 0;
+  __syncthreads();
+  for (int r = threadIdx.x; r < rows; r += blockDim.x) {
+    const int64_t row = row_base + r;
+    if (row < s.rows) atomicMax(shared, static_cast<int>(mask.end(row % q_len) - mask.kv_lo));
+  }
+  __syncthreads();
+  return *shared;
+}
+
+// ---- row maxima ----
+
+// Publishes a row maximum gathered in a tile; a given one only if it was found poisoned.
+template <bool GIVEN>
+__device__ __forceinline__ void publish_rowmax(int64_t* rowmax, int64_t m) {
+  if (GIVEN ? m < kPoisonedScore : m == kNoScore) return;
+  atomicMax(reinterpret_cast<long long*>(rowmax), m >= kPoisonedScore ? kRowmaxPoisoned : m);
+}
+
+// Where a thread's row maximum starts: nothing seen, or M itself if it is given.
+template <bool GIVEN>
+__device__ __forceinline__ int64_t start_of_rowmax(const ScoresArgs& args, int64_t head, int64_t row) {
+  if constexpr (GIVEN) return max(min(args.prepared.rowmax[head * args.shape.rows_pad + row], kPoisonedScore), kNoScore);
+  return kNoScore;
+}
+
+template <typename T>
+__device__ __forceinline__ T max_over_quad(T x) {
+  x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return max(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+
+__device__ __forceinline__ uint32_t clamp_distance(int64_t below) {
+  return static_cast<uint32_t>(max(min(below, static_cast<int64_t>(kFarDistance)), static_cast<int64_t>(0)));
+}
+
+// ---- a block of 16 x 32 scores ----
+
+// Where a block's results go, and what is known of its keys.
+struct Block {
+  uint4* distance;       // nullptr: row maxima only
+  int64_t* block_max;
+  const int* key_exponent;  // 32, shared memory
+  int key_base;          // first key, relative to kv_lo
+  bool masked;           // some pair may be masked
+};
+
+__device__ __forceinline__ Block block_at(const Distances& d, int64_t row16, int key_base, const int* key_exponent, bool masked) {
+  const int64_t block = row16 * d.key_blocks + key_base / kBlockKeys;
+  return {d.distance == nullptr ? nullptr : d.distance + block * 4 * kWarpSize, d.block_max + block * kBlockRows, key_exponent,
+          key_base, masked};
+}
+
+struct Dots {
+  int64_t dot[4][4];
+};
+
+// Any exponents, any scores, 64 bits throughout. Out of line: ordinary tiles do not come here.
+template <bool GIVEN>
+__device__ __noinline__ void finish_block_careful(const Dots dots, const BlockRows rows, const Block block, int lane,
+                                                  int64_t* row_max) {
+  int64_t s[4][4], top[2] = {kNoScore, kNoScore};
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = n * 8 + (lane % 4) * 2 + (i & 1), h = i >> 1;
+      const int eq = rows.exponent[h], ek = block.key_exponent[column];
+      s[n][i] = eq >= kPoisonedInTile || ek >= kPoisonedInTile
+                    ? kPoisonedScore
+                    : score_of(dots.dot[n][i], score_shift(eq, ek, kHighest.operand_bits));
+      if (block.key_base + column >= rows.end[h]) s[n][i] = kNoScore;
+      top[h] = max(top[h], s[n][i]);
+    }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if constexpr (GIVEN) {
+      // A poisoned pair under a finite M poisons the row all the same; -inf says that the row attends nothing.
+      if (top[h] == kPoisonedScore && row_max[h] != kNoScore) row_max[h] = kPoisonedScore;
+      top[h] = row_max[h];
+    } else {
+      row_max[h] = max(row_max[h], top[h]);
+      top[h] = max_over_quad(top[h]);
+    }
+    if (block.distance != nullptr && lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = top[h];
+  }
+  if (block.distance == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // A register i: rows of half i & 1, keys of 16-group i >> 1
+    const int h = i & 1, n = (i >> 1) * 2;
+    block.distance[i * kWarpSize + lane] =
+        make_uint4(clamp_distance(top[h] - s[n][2 * h]), clamp_distance(top[h] - s[n][2 * h + 1]),
+                   clamp_distance(top[h] - s[n + 1][2 * h]), clamp_distance(top[h] - s[n + 1][2 * h + 1]));
+  }
+}
+// One 16 x 32 block. acc(group, n, i) are its digit groups. Folds the two rows' maxima into row_max (a thread's own; the
+// quad is combined at the end), or, if GIVEN, row_max is M and distances are taken from it.
+template <int PLANES, bool WIDE, bool GIVEN, class Acc>
+__device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& warp, const BlockRows& rows, const Block& block, int lane,
+                                             int64_t (&row_max)[2]) {
+  // The shortcut: every shift r of the tile in [17, 24], and |I| < 2^(r + 30) for every pair, so scores fit 31 bits.
+  // |I| < (|hi| + 2^17) * 2^24 since |mid| * 2^16 + lo < 2^41; |hi| <= 2^(r_min + 5) is enough as r_min + 5 > 17.
+  const int ek_max = __reduce_max_sync(kFullWarp, block.key_exponent[lane]);
+  const int ek_min = __reduce_min_sync(kFullWarp, block.key_exponent[lane]);
+  const int r_min = score_shift(warp.exponent_max, ek_max, kHighest.operand_bits);
+  const int r_max = score_shift(warp.exponent_min, ek_min, kHighest.operand_bits);
+  bool small = r_min >= 17 && r_max <= 24;
+  if (small) {
+    const int bias = 1 << (r_min + 5);
+    uint32_t above = 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) above |= static_cast<uint32_t>(acc(kGroupHi, n, i) + bias);
+    small = __all_sync(kFullWarp, above >> (r_min + 6) == 0);
+  }
+  if (!small) {
+    Dots dots;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, n, i);
+    finish_block_careful<GIVEN>(dots, rows, block, lane, row_max);
+    return;
+  }
+
+  constexpr int32_t kNone = INT32_MIN;  // a masked pair; scores of this path are above -2^30
+  int32_t s[4][4], top[2] = {kNone, kNone};
+  const int shift[2] = {score_shift(rows.exponent[0], 0, kHighest.operand_bits) + 7, score_shift(rows.exponent[1], 0, kHighest.operand_bits) + 7};
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int2 ek = *reinterpret_cast<const int2*>(block.key_exponent + n * 8 + (lane % 4) * 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = (half_score<PLANES, WIDE>(acc, n, i, shift[i >> 1] - (i & 1 ? ek.y : ek.x)) + 1) >> 1;
+  }
+  if (block.masked) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (block.key_base + n * 8 + (lane % 4) * 2 + (i & 1) >= rows.end[i >> 1]) s[n][i] = kNone;
+  }
+  if constexpr (GIVEN) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = row_max[h];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int h = i & 1, n = (i >> 1) * 2;
+      const auto below = [&](int32_t score) { return score == kNone ? kFarDistance : clamp_distance(row_max[h] - score); };
+      block.distance[i * kWarpSize + lane] =
+          make_uint4(below(s[n][2 * h]), below(s[n][2 * h + 1]), below(s[n + 1][2 * h]), below(s[n + 1][2 * h + 1]));
+    }
+  } else {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    top[0] = max(top[0], max(s[n][0], s[n][1]));
+    top[1] = max(top[1], max(s[n][2], s[n][3]));
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    top[h] = max_over_quad(top[h]);
+    const int64_t wide = top[h] == kNone ? kNoScore : static_cast<int64_t>(top[h]);
+    row_max[h] = max(row_max[h], wide);
+    if (block.distance != nullptr && lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = wide;
+  }
+  if (block.distance == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    // Below 2^32: top < 2^30 and s > -2^30 or kNone. A masked pair is at least 2^30 below a real maximum.
+    const int h = i & 1, n = (i >> 1) * 2;
+    const uint32_t t = static_cast<uint32_t>(top[h]);
+    block.distance[i * kWarpSize + lane] = make_uint4(t - s[n][2 * h], t - s[n][2 * h + 1], t - s[n + 1][2 * h], t - s[n + 1][2 * h + 1]);
+  }
+  }
+}
+
+}  // namespace det_attn::cuda

@@ -1,0 +1,28 @@
+// The tensor-core path's host side in pieces: workspace, the launches of its kernels, and what surrounds them.
+// forward.cu strings them together.
+#pragma once
+
+#include "sums.cuh"
+
+namespace det_attn::cuda {
+
+// One file each in instances/, so that they build in parallel.
+void launch_scores_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_wgmma_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_wgmma_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_sums_highest(const Context&, const SumsArgs&, int64_t tiles);
+void launch_sums_high(const Context&, const SumsArgs&, int64_t tiles);
+
+// ---- edges.cu: what is not a matrix product ----
+// Public rowmax [heads * rows] <-> prepared.rowmax.
+void export_rowmax(const Context&, const Shape&, const Prepared&, double* rowmax);
+void import_rowmax(const Context&, const Shape&, const Prepared&, const double* rowmax);
+// Rows of digits and den to the output. Rows are counted from `first_row` over heads * rows.
+void finalize_rows(const Context&, const SumsArgs&, int64_t first_row, int64_t count);
+// Section 7: the special counts of attended keys, into the output or (out.data == nullptr) into digit 11 of args.digits;
+// then poisoned rows, and the normal form.
+void patch_specials(const Context&, const Problem&, const SumsArgs&);
+void finish_num(const Context&, const SumsArgs&);
+
+}  // namespace det_attn::cuda

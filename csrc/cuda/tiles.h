@@ -1,0 +1,45 @@
+// Tile sizes of the tensor-core kernels and the budgets that follow from them, each with its reason.
+#pragma once
+
+#include "../digits.h"
+
+namespace det_attn::cuda {
+
+constexpr int kWarpSize = 32;
+
+// One mma.sync.m16n8k32: A is 16 x 32 bytes, B is 8 x 32 bytes. A "block" is the unit in which score distances travel
+// from the scores kernel to the sums kernel: 16 rows x 32 keys, the C fragments of one and the A fragments of the other.
+constexpr int kBlockRows = 16;
+constexpr int kBlockKeys = 32;
+
+// Rows and keys are padded to this; a multiple of every tile below.
+constexpr int kRowPad = 128;
+constexpr int kKeyPad = 128;
+// The inner (head) dimension of query and key planes: one k-step of the tensor core.
+constexpr int kDimPad = 32;
+
+// ---- scores kernel ----
+constexpr int kScoreWarpTile = 32;  // 32 x 32 pairs a warp: 3 int32 accumulators a pair are 96 registers
+constexpr int kScoreSlab = 1024;    // keys one CTA walks with its query planes resident
+
+// ---- sums kernel ----
+constexpr int kSumWarps = 8;
+constexpr int kSumWarpDims = 32;  // 16 rows x 32 dims x 7 digit positions are 112 accumulator registers
+constexpr int kSumKeys = 64;      // keys a step: two shared-memory stages still fit 99 KB parts
+
+// Shift of a weight that keeps it inside five byte planes: W <= 2^31, so W << 8 < 2^40.
+constexpr int kMaxWeightShift = 8;
+constexpr int kPositions = 7;  // byte positions of W' (5 planes) times v (3 planes)
+
+// A digit position takes at most 3 products a key, each at most 255 * 255, in an int32: flush before it overflows.
+constexpr int64_t kFlushKeys = 8192;
+static_assert(kFlushKeys * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must survive until the flush");
+static_assert((kFlushKeys / kSumKeys & (kFlushKeys / kSumKeys - 1)) == 0, "flushes happen every power of two of steps");
+
+// Score distances of one chunk of query rows live in this much workspace, whatever Sq and Skv are: at 8192 keys two waves
+// of sums CTAs on 132 multiprocessors.
+constexpr int64_t kChunkBytes = int64_t(288) << 20;
+constexpr int64_t kChunkTiles = 66;         // so that the long accumulators of a chunk stay near 100 MB at 128 dims
+constexpr int64_t kLeastSplitKeys = 512;    // fewer keys a part and adding digits costs more than the products
+
+}  // namespace det_attn::cuda
