@@ -3,14 +3,18 @@
 Each test says in words what must come out, asserts it bit by bit, and holds every boundary to the oracle as well.
 """
 
+import pathlib
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 import generators
 import oracle
-from conftest import assert_same_bits
-from helpers import check_against_oracle, make, paths, tensor
+from conftest import REPO_ID, assert_same_bits
+from helpers import check_against_oracle, make, paths, sha256, tensor
 
 NAN, INF = float("nan"), float("inf")
 NON_FINITE = [NAN, INF, -INF]
@@ -163,6 +167,32 @@ def test_a_bad_value_counts_whatever_its_weight(kernel, device, bad):
     assert den.item() == 2 * 2**31  # so the weight was 0
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bad_values_count_in_long_runs_of_weightless_keys(kernel, device, precision):
+    """Whole tiles of keys without any weight may be skipped, their special values may not."""
+    Q, K, V = torch.ones(1, 1, 40, 2), torch.full((1, 1, 1000, 2), -1000.0), torch.ones(1, 1, 1000, 2)
+    K[0, 0, 500] = 0.0  # the only key with weight
+    V[0, 0, 100, 0], V[0, 0, 900, 1] = INF, NAN
+    out = check(kernel, device, (Q, K, V), precision=precision)
+    assert_same_bits(out, torch.tensor([INF, NAN]).expand(1, 1, 40, 2))
+    out = check(kernel, device, (Q, K, V), True, precision=precision, q_offset=860)  # key 900 from query 40 on
+    assert_same_bits(out, torch.tensor([INF, 1.0]).expand(1, 1, 40, 2))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("where", [0, 1000, 2500, 3999])
+def test_a_bad_row_counts_once_however_many_parts_the_keys_are_cut_in(kernel, device, where, precision):
+    """Few queries over many keys: an implementation may cut the keys, and must not count its parts."""
+    Q, K, V = make("normal", Sq=2, Skv=4000, D=3, seed=17)
+    bad_key = K.clone()
+    bad_key[0, 0, where, 1] = -INF
+    quiet_nan(check(kernel, device, (Q, bad_key, V), precision=precision))
+    Q[0, 0, 1, 2], V[0, 0, where, 0] = NAN, INF
+    out = check(kernel, device, (Q, K, V), precision=precision)
+    assert out[0, 0, 0, 0] == INF
+    quiet_nan(out[0, 0, 1])
+
+
 @pytest.mark.parametrize("shape", ["all non-finite", "one finite"])
 def test_rows_of_values_with_hardly_a_finite_element(kernel, device, shape):
     Q, K, V = base()
@@ -259,6 +289,26 @@ def test_flush_to_zero_mode_changes_nothing(kernel, device):
         assert_same_bits(out.cpu(), expected)
     assert_same_bits(rows[0].cpu(), tensor(oracle.rows(V, "value")[0]))
     assert_same_bits(rows[1].cpu(), tensor(oracle.rows(V, "value")[1]))
+
+
+def test_flush_to_zero_mode_of_new_threads_changes_nothing(kernel):
+    """Worker threads inherit the mode of the thread that starts them: here all start under flush-to-zero."""
+    program = f"""
+import sys, torch
+from kernels import get_kernel
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+from helpers import make, sha256
+inputs = make("denormals", heads=(4, 2), Sq=300, Skv=300, D=16, seed=18)
+kernel = get_kernel({REPO_ID!r}, version=1, trust_remote_code=True)
+torch.set_flush_denormal(True)
+torch.set_num_threads(7)
+print(sha256(kernel.det_attn(*inputs)), sha256(kernel.accumulate(*inputs, kernel.rowmax(*inputs[:2]))[0]))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    inputs = make("denormals", heads=(4, 2), Sq=300, Skv=300, D=16, seed=18)
+    expected = oracle.det_attn(*inputs)
+    assert run.stdout.split() == [sha256(tensor(expected.out)), sha256(tensor(expected.NUM))]
 
 
 def test_the_smallest_denormal_survives(kernel, device):
