@@ -189,6 +189,25 @@ def test_output_dtypes_are_one_further_rounding(kernel, device, family, out_dtyp
         assert_same_bits(kernel.det_attn(*on_device, out_dtype=out_dtype, path=path).cpu(), expected)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_output_dtypes_round_ties_to_even(kernel, device, out_dtype):
+    """One key, so out is V: halves of the output's last bit, its denormals, and what overflows it."""
+    half = 2.0**-8 if out_dtype == torch.bfloat16 else 2.0**-11
+    near = torch.tensor([1 + n * half + e for n in (1, 3, 5, 2) for e in (0.0, 2.0**-22, -(2.0**-22))])
+    powers = torch.cat([near * 2.0**p for p in (-30, -25, -24, -16, -15, -14, 0, 14, 15)])
+    edges = torch.tensor([65519.0, 65520.0, 65535.0, 65504.0, (2 - 2.0**-8) * 2.0**127, 2.0**-25, 3 * 2.0**-26,
+                          2.0**-133, 2.0**-134])  # fmt: skip
+    V = torch.cat([powers, -powers, edges, -edges]).reshape(1, 1, 1, -1)
+    K = torch.zeros_like(V[..., :1])
+    for v in V.flatten():
+        v = v.reshape(1, 1, 1, 1)
+        on_device = [x.to(device) for x in (K, K, v)]
+        for path in paths(kernel, device):
+            assert_same_bits(kernel.det_attn(*on_device, path=path).cpu(), v)
+            found = kernel.det_attn(*on_device, out_dtype=out_dtype, path=path)
+            assert_same_bits(found.cpu(), v.to(out_dtype), f"{v.item()!r}")
+
+
 def test_scale_is_float64(kernel, device):
     """A scale that float32 cannot hold changes the rows."""
     scale = 1 / 3 + 2.0**-40

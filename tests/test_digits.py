@@ -234,10 +234,11 @@ def test_scores_of_extreme_rows(kernel, device, q_pattern, precision):
     Q = extremes(q_pattern, (1, 1, 6, 256))
     K = torch.cat([extremes(p, (1, 1, 20, 256)) for p in PATTERNS], 2)
     small = generators.integers(5, 0, K.shape, 0, 2**12)  # odd low bits, so that a rounded dot product shows
-    K = torch.where(torch.arange(K.shape[2]).reshape(-1, 1) % 2 == 0, K, K * (1 - tensor(small) * 2.0**-23))
+    K = torch.where(torch.arange(K.shape[2]).reshape(-1, 1) % 2 == 0, K, K * (1 - tensor(small) * 2.0**-23)).float()
     V = extremes("alternating pairs", tuple(K.shape))
     for scale in (2.0**-8, 1.0, 2.0**19, 2.0**20, 2.0**21, 2.0**30):  # from 2^19 on, S keeps nearly every bit of I
-        compare(kernel, device, (Q, K.float(), V), scale, precision)
+        compare_scores(kernel, device, Q, K, scale, precision)
+        compare(kernel, device, (Q, K, V), scale, precision)
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
@@ -249,6 +250,7 @@ def test_scores_at_every_shift(kernel, device, precision):
     K[0, 0, :9] *= EDGE  # rows with every bit
     V = make("normal", Skv=40, D=3, seed=6)[2]
     for power in range(-75, 70):
+        compare_scores(kernel, device, Q, K, 2.0**power, precision)
         compare(kernel, device, (Q, K, V), 2.0**power, precision)
 
 
@@ -261,6 +263,16 @@ def test_values_at_every_exponent(kernel, device, precision):
         V = torch.ldexp(value, torch.tensor(exponent - 23))
         V[0, 0, 3:] *= 2.0 ** -(exponent % 5)
         compare(kernel, device, (Q, K, V.float()), None, precision)
+
+
+def compare_scores(kernel, device, Q, K, scale, precision):
+    """Every score by itself: with one key a batch, the maximum is the score."""
+    keys = K.transpose(0, 2).contiguous()
+    Q = Q.expand(keys.shape[0], *Q.shape[1:])
+    expected = tensor(oracle.rowmax(Q, keys, False, scale, precision=precision))
+    for path in paths(kernel, device):
+        found = kernel.rowmax(Q.to(device), keys.to(device), False, scale, precision=precision, path=path)
+        assert_same_bits(found.cpu(), expected, "scores")
 
 
 def compare(kernel, device, inputs, scale, precision, copies=1):
