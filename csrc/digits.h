@@ -21,17 +21,28 @@ static_assert(kMinExponent - (kHighest.operand_bits - 1) - kHighest.weight_bits 
 // The largest: ev = 128, |W * v^| <= 2^54, 2^31 keys: 254 + 54 + 31 = 339 bits, inside 11 digits of 32 bits.
 static_assert(254 + 54 + 31 < kSumDigits * kDigitBits, "the accumulator must hold 2^31 keys of the largest term");
 
-// digits += x * 2^position, |x| < 2^63. Digit k of this number lies at digits[k * stride]. Each touched digit
-// changes by less than 2^33, so 2^30 additions never overflow an int64 digit.
-DET_HD void digits_add(int64_t* digits, int64_t stride, int64_t x, int position) {
-  const int k = position >> 5;
+// What x * 2^position, |x| < 2^63, adds to digits k = position / 32, k + 1 and k + 2. Each part is below 2^33, so 2^30
+// additions never overflow an int64 digit. The sign stays in the last digit there is: digit 10 takes digit 11's share,
+// which is no more than the sign as long as the number fits the accumulator.
+DET_HD void digit_parts(int64_t x, int position, int64_t (&part)[3]) {
   const int shift = position & 31;
   // x = high * 2^32 + low, low in [0, 2^32): both halves shifted by < 32 stay inside 64 bits.
   const uint64_t low = (static_cast<uint64_t>(x) & 0xffffffffull) << shift;
   const int64_t high = (x >> 32) * (int64_t(1) << shift);
-  digits[k * stride] += static_cast<int64_t>(low & 0xffffffffull);
-  digits[(k + 1) * stride] += static_cast<int64_t>(low >> 32) + static_cast<int64_t>(high & 0xffffffffll);
-  if (k + 2 < kSumDigits) digits[(k + 2) * stride] += high >> 32;
+  const bool last = (position >> 5) + 2 == kSumDigits;
+  part[0] = static_cast<int64_t>(low & 0xffffffffull);
+  part[1] = static_cast<int64_t>(low >> 32) + (last ? high : static_cast<int64_t>(high & 0xffffffffll));
+  part[2] = last ? 0 : high >> 32;
+}
+
+// digits += x * 2^position. Digit k of this number lies at digits[k * stride].
+DET_HD void digits_add(int64_t* digits, int64_t stride, int64_t x, int position) {
+  int64_t part[3];
+  digit_parts(x, position, part);
+  const int k = position >> 5;
+  digits[k * stride] += part[0];
+  digits[(k + 1) * stride] += part[1];
+  if (k + 2 < kSumDigits) digits[(k + 2) * stride] += part[2];
 }
 
 // Carries digits 0..10 so that 0..9 are in [0, 2^32) and digit 10 keeps the sign. Exact, value unchanged.

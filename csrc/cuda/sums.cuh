@@ -57,8 +57,8 @@ struct Exponents {
 // digits += x * 2^position by integer atomics, so in any order.
 __device__ __forceinline__ void digits_add_atomic(int64_t* digits, int64_t x, int position) {
   if (x == 0) return;
-  int64_t part[3] = {0, 0, 0};
-  digits_add(part, 1, x, position & 31);
+  int64_t part[3];
+  digit_parts(x, position, part);
 #pragma unroll
   for (int k = 0; k < 3; ++k) {
     if (part[k] != 0) {
