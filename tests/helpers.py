@@ -3,6 +3,7 @@
 In: tensors and the loaded kernel. Out: dicts of tensors by the contract's names, on the CPU.
 """
 
+import contextlib
 import functools
 import hashlib
 
@@ -32,6 +33,17 @@ def path_is_there(kernel, device, path):
 def paths(kernel, device):
     """The paths to test on a device."""
     return tuple(p for p in ALL_PATHS[device] if p == "auto" or path_is_there(kernel, device, p))
+
+
+@contextlib.contextmanager
+def threads(count):
+    """torch's number of CPU threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def tensor(x):

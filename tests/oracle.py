@@ -99,7 +99,8 @@ def public_rowmax(M):
 
 
 def integer_rowmax(m):
-    M = (np.where(np.isfinite(m), m, 0) * 2.0**24).astype(np.int64)
+    """M of any float64 rowmax, one that no row can have included."""
+    M = (np.where(np.isnan(m), 0, m) * 2.0**24).clip(-(2.0**52), 2.0**52).astype(np.int64)
     return np.where(np.isnan(m), POISONED, np.where(np.isneginf(m), EMPTY, M))
 
 
@@ -127,9 +128,9 @@ def exp2_minus(g):
 
 
 def weights(dist, T):
-    """W int64 of dist = M - S >= 0."""
+    """W int64 of dist = M - S; below 0, where M is not the maximum, it counts as 0."""
     inside = dist < 2**29
-    u = (np.where(inside, dist, 0) * np.int64(1549082005) + 2**29) >> 30
+    u = (np.where(inside, dist, 0).clip(min=0) * np.int64(1549082005) + 2**29) >> 30
     n = (u + 2**23) >> 24
     g = ((u - (n << 24)).astype(np.float32) * np.float32(2.0**-24)).astype(np.float32)
     w = np.ldexp(exp2_minus(g).astype(np.float64), 31).astype(np.int64)
@@ -231,8 +232,9 @@ def accumulate(Q, K, V, rowmax, causal=False, scale=None, kv_lo=0, kv_hi=None, *
     NUM = np.zeros((*Q.shape, 12), np.int64)
     DEN = np.zeros(Q.shape[:3], np.int64)
     for at, to, pair in _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset):
-        bad = M[at] == POISONED
-        mask = pair.mask & ~bad[:, None]
+        mask = pair.mask & (M[at] != EMPTY)[:, None]
+        bad = (M[at] == POISONED) | pair.q_bad | (mask & pair.k_bad).any(-1)
+        mask &= ~bad[:, None]
         W = np.where(mask, weights(np.where(mask, M[at][:, None], 0) - np.where(mask, pair.S, 0), T), 0)
         DEN[at] = W.sum(-1)
         total, special = exact_sums(W, mask, v[to], ev[to], b, T)

@@ -12,7 +12,7 @@ import torch
 import generators
 import oracle
 from conftest import assert_same_bits
-from helpers import make, paths, tensor
+from helpers import make, paths, tensor, threads
 
 T = 31  # weight bits of `highest`
 EDGE = 1 - 2.0**-24  # its row integer is 2^23 - 1; that of -EDGE is -2^23
@@ -219,12 +219,8 @@ def test_long_rows_of_extreme_values(kernel, device, Skv, D, pattern, precision)
     K[0, 0, :, 0] = -(2.0**-24) * (torch.arange(Skv) % 2)
     K[0, 0, :, 1] = -(2.0**-24) * tensor(generators.integers(8, 0, (Skv,), 0, 2**10)).float()
     # One thread, or a batch for every multiprocessor: keys are then not shared out, and one accumulator meets them all.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         compare(kernel, device, (Q, K, V), 1.0, precision, copies=1 if device == "cpu" else 160)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import generators
 from conftest import assert_same_bits
-from helpers import make, one_nan, paths, sha256
+from helpers import make, one_nan, paths, sha256, threads
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=25, database=None,
                  suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -178,14 +178,10 @@ def test_masked_keys_change_nothing(kernel, device, problem, garbage):
 @pytest.mark.parametrize("causal", [False, True])
 def test_any_thread_count_same_bytes(kernel, causal, precision):
     Q, K, V = make("special", B=2, heads=(4, 2), Sq=150, Skv=333, D=80, seed=7)
-    before = torch.get_num_threads()
     hashes = set()
-    try:
-        for threads in (1, 2, 3, 5, 8):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 3, 5, 8):
+        with threads(count):
             hashes.add(every_hash(kernel, Q, K, V, causal, precision))
-    finally:
-        torch.set_num_threads(before)
     assert len(hashes) == 1
 
 

@@ -14,7 +14,7 @@ import torch
 import generators
 import oracle
 from conftest import REPO_ID, assert_same_bits
-from helpers import check_against_oracle, make, paths, sha256, tensor
+from helpers import check_against_oracle, make, paths, sha256, tensor, threads
 
 NAN, INF = float("nan"), float("inf")
 NON_FINITE = [NAN, INF, -INF]
@@ -121,6 +121,31 @@ def test_a_nan_rowmax_of_another_shard_empties_this_one(kernel, device):
         assert (num[0, 0, :4, :, :11] == 0).all() and (num[0, 0, :4, :, 11] == 1 << 42).all()
         assert (num[0, 0, 4:, :, 11] == 0).all()
         quiet_nan(kernel.finalize(num.to(device), den.to(device))[0, 0, :4].cpu())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("Sq,Skv", [(6, 35), (2, 4000)])
+def test_sums_under_any_rowmax(kernel, device, Sq, Skv, precision):
+    """Section 4's table: -inf hides what the keys hold, any number is clamped and truncated, dist is never below 0.
+
+    Poisoned pairs make a row NaN once, whatever else the rowmax says; only -inf hides them, and only in keys.
+    """
+    Q, K, V = make("normal", heads=(14, 2), Sq=Sq, Skv=Skv, D=5, seed=19)
+    V[0, 0, Skv // 2] = torch.tensor([NAN, INF, -INF, 1.0, LARGEST])  # attended by heads 0..6
+    K[0, 1, Skv // 3, 0] = INF  # attended by heads 7..13
+    Q[0, ::2, 1, 2] = NAN
+    given = [-INF, 0.0, 2.0**-24 / 3, -1.7, 1e300, INF, -1e300]
+    rowmax = torch.tensor(given * 2, dtype=torch.float64).reshape(1, 14, 1).repeat(1, 1, Sq)
+    num, den = oracle.accumulate(Q, K, V, rowmax.numpy(), precision=precision)
+    assert not num[0, [0, 7], 0].any() and not den[0, [0, 7], 0].any()
+    assert (num[0, 8:, :, :, 11] == oracle.NAN).all() and not num[0, 8:, :, :, :11].any() and not den[0, 8:].any()
+    assert (num[0, ::2, 1, :, 11] == oracle.NAN).all()
+    on_device = [x.to(device) for x in (Q, K, V, rowmax)]
+    for path in paths(kernel, device):
+        with threads(8):  # more than query tiles: the CPU cuts the keys
+            found = kernel.accumulate(*on_device, precision=precision, path=path)
+        assert_same_bits(found[0].cpu(), tensor(num), f"NUM, path {path}")
+        assert_same_bits(found[1].cpu(), tensor(den), f"DEN, path {path}")
 
 
 # -- Values --------------------------------------------------------------------------------------------------------

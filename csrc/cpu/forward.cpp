@@ -86,44 +86,63 @@ void rowmax_round(const Problem& problem, const Round& round, double* rowmax) {
   }
 }
 
+// NUM and DEN of the same rows from parts of the keys: [splits][rows].
+struct SumParts {
+  SumParts(int64_t splits, int64_t rows, int64_t row_digits)
+      : num(splits * rows * row_digits), den(splits * rows), poisoned(splits * rows) {}
+  Buffer<int64_t> num, den;
+  Buffer<uint8_t> poisoned;
+};
+
+// Adds the parts up. A part that found its row poisoned decides for all of them, and counts once (section 7).
+void add_parts(const SumParts& parts, const Round& round, int64_t head_dim, int64_t* num, int64_t* den) {
+  const int64_t row_digits = head_dim * kDigits;
+  run_ranges(round.rows(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      int64_t* sum = num + row * row_digits;
+      std::fill(sum, sum + row_digits, 0);
+      den[row] = 0;
+      bool poisoned = false;
+      for (int64_t at = row; at < round.splits * round.rows(); at += round.rows()) {
+        poisoned |= parts.poisoned[at] != 0;
+        for (int64_t i = 0; i < row_digits; ++i) sum[i] += parts.num[at * row_digits + i];
+        den[row] += parts.den[at];
+      }
+      if (poisoned) {
+        std::fill(sum, sum + row_digits, 0);
+        den[row] = 0;
+      }
+      for (int64_t d = 0; d < head_dim; ++d) {
+        digits_normalise(sum + d * kDigits, 1);
+        if (poisoned) sum[d * kDigits + kSpecialDigit] = kCountNan;
+      }
+    }
+  });
+}
+
 // NUM and DEN of the round's rows.
 void accumulate_round(const Problem& problem, const Round& round, const double* rowmax, int64_t* num, int64_t* den) {
   const int64_t row_digits = problem.head_dim * kDigits;
   const bool split_keys = round.splits > 1;
-  Buffer<int64_t> num_parts(split_keys ? round.splits * round.rows() * row_digits : 0);
-  Buffer<int64_t> den_parts(split_keys ? round.splits * round.rows() : 0);
-  int64_t* num_out = split_keys ? num_parts.data() : num;
-  int64_t* den_out = split_keys ? den_parts.data() : den;
+  const SumParts parts(split_keys ? round.splits : 0, round.rows(), row_digits);
+  int64_t* num_out = split_keys ? parts.num.data() : num;
+  int64_t* den_out = split_keys ? parts.den.data() : den;
   run_units(round.units() * round.splits, [&](const auto& next) {
     TileWorker worker(problem, round.keys, round.max_rows, false);
     for (int64_t i = next(); i >= 0; i = next()) {
       const Unit unit = round.unit(i / round.splits);
       const int64_t split = i % round.splits;
       const int64_t row = round.row_of(unit);
+      const int64_t at = split * round.rows() + row;
       worker.begin(unit);
       worker.set_maxima(rowmax + row);
       worker.sums(round.split_begin(split), round.split_begin(split + 1));
-      worker.store_num(num_out + (split * round.rows() + row) * row_digits);
-      worker.store_den(den_out + split * round.rows() + row);
+      worker.store_num(num_out + at * row_digits);
+      worker.store_den(den_out + at);
+      if (split_keys) worker.store_poisoned(parts.poisoned.data() + at);
     }
   });
-  if (!split_keys) return;
-  run_ranges(round.rows(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      int64_t* sum = num + row * row_digits;
-      std::fill(sum, sum + row_digits, 0);
-      den[row] = 0;
-      for (int64_t split = 0; split < round.splits; ++split) {
-        const int64_t* part = num_parts.data() + (split * round.rows() + row) * row_digits;
-        for (int64_t i = 0; i < row_digits; ++i) sum[i] += part[i];
-        den[row] += den_parts[split * round.rows() + row];
-      }
-      for (int64_t d = 0; d < problem.head_dim; ++d) {
-        digits_normalise(sum + d * kDigits, 1);
-        if (rowmax[row] != rowmax[row]) sum[d * kDigits + kSpecialDigit] = kCountNan;  // 1, not one per split
-      }
-    }
-  });
+  if (split_keys) add_parts(parts, round, problem.head_dim, num, den);
 }
 
 void forward_fused(const Problem& problem, const Round& round, const MutableView& out, double* rowmax, int64_t* den) {

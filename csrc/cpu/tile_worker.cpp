@@ -158,15 +158,17 @@ void TileWorker::maxima(int64_t first, int64_t last) {
 
 void TileWorker::store_maxima(double* rowmax) const {
   for (int r = 0; r < unit_.rows; ++r) {
-    rowmax[r] = dead(row_[r]) ? rowmax_to_public(kRowmaxPoisoned) : row_[r].maximum * pow2(-kScoreFractionBits);
+    rowmax[r] = row_[r].poisoned ? rowmax_to_public(kRowmaxPoisoned) : row_[r].maximum * pow2(-kScoreFractionBits);
   }
 }
 
 void TileWorker::set_maxima(const double* rowmax) {
   for (int r = 0; r < unit_.rows; ++r) {
+    Row& row = row_[r];
     const int64_t m = rowmax_from_public(rowmax[r]);
-    row_[r].poisoned |= m == kRowmaxPoisoned;
-    row_[r].maximum = m == kRowmaxPoisoned || m == kRowmaxEmpty ? -kInfinity : static_cast<double>(m);
+    row.poisoned |= m == kRowmaxPoisoned;
+    row.maximum = m == kRowmaxPoisoned || m == kRowmaxEmpty ? -kInfinity : static_cast<double>(m);
+    if (m == kRowmaxEmpty) row.end = 0;  // the caller says so: special values of the keys do not count either
   }
 }
 
@@ -191,7 +193,7 @@ int64_t TileWorker::weigh(int64_t tile, const double* s) {
     double* high = weights_.data() + r * kScoreStride;
     double* low = split_weights_ ? high + unit_.rows * kScoreStride : nullptr;
     Row& row = row_[r];
-    if (dead(row) || row.maximum == -kInfinity || limit(row, tile) == 0) {
+    if (row.poisoned || row.maximum == -kInfinity || limit(row, tile) == 0) {
       std::fill(high, high + padded, 0.0);
       if (low) std::fill(low, low + padded, 0.0);
       continue;
@@ -266,7 +268,11 @@ void TileWorker::clear_sums() {
 }
 
 void TileWorker::store_den(int64_t* den) const {
-  for (int r = 0; r < unit_.rows; ++r) den[r] = dead(row_[r]) ? 0 : row_[r].den;
+  for (int r = 0; r < unit_.rows; ++r) den[r] = row_[r].poisoned ? 0 : row_[r].den;
+}
+
+void TileWorker::store_poisoned(uint8_t* poisoned) const {
+  for (int r = 0; r < unit_.rows; ++r) poisoned[r] = row_[r].poisoned;
 }
 
 void TileWorker::store_num(int64_t* num) {
@@ -275,7 +281,7 @@ void TileWorker::store_num(int64_t* num) {
     for (int d = 0; d < depth_; ++d) {
       int64_t* out = num + (static_cast<int64_t>(r) * depth_ + d) * kDigits;
       std::fill(out, out + kDigits, 0);
-      if (dead(row_[r])) {
+      if (row_[r].poisoned) {
         out[kSpecialDigit] = kCountNan;
         continue;
       }
@@ -299,7 +305,7 @@ void TileWorker::store_out(const MutableView& out) {
   for (int r = 0; r < unit_.rows; ++r) {
     const Row& row = row_[r];
     const double den = static_cast<double>(row.den) * pow2(-problem_.precision.weight_bits);
-    if (dead(row)) {
+    if (row.poisoned) {
       std::fill(values, values + depth_, float_of(kQuietNan));
     } else if (row.den == 0) {
       std::fill(values, values + depth_, 0.0f);
@@ -313,7 +319,7 @@ void TileWorker::store_out(const MutableView& out) {
       }
       kernels_.finish_row(numerators, nullptr, depth_, 1.0, den, values);
     }
-    for (int d = 0; counted_ && !dead(row) && d < depth_; ++d) {
+    for (int d = 0; counted_ && !row.poisoned && d < depth_; ++d) {
       const int64_t special = counts_[r * depth_ + d];
       if (special != 0) values[d] = output_of(0.0, row.den, special, problem_.precision.weight_bits);
     }

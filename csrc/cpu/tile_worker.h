@@ -32,6 +32,7 @@ class TileWorker {
   // Exact sums over key tiles [first, last) under the maxima.
   void sums(int64_t first, int64_t last);
   void store_den(int64_t* den) const;
+  void store_poisoned(uint8_t* poisoned) const;
   void store_num(int64_t* num);            // [rows, head_dim, 12] normalised
   void store_out(const MutableView& out);  // section 6
 
@@ -41,11 +42,10 @@ class TileWorker {
     int64_t end;       // packed keys [0, end) are attended
     int fast_exponent;  // key exponents up to this one take the float64 rounding
     bool poisoned;
-    double maximum;    // in units of 2^-24; NaN poisoned, -inf nothing attended
+    double maximum;    // in units of 2^-24; -inf nothing attended
     int64_t den;
   };
 
-  bool dead(const Row& row) const { return row.poisoned || row.maximum != row.maximum; }
   int32_t limit(const Row& row, int64_t tile) const;
   int64_t last_tile(int64_t last) const;
   double* score_tile(int64_t tile, int64_t first, bool* cached) const;
