@@ -3,12 +3,13 @@
 #   PYTHON=/path/to/python   use this interpreter. If it has torch it is used as it is and nothing is installed (a GPU
 #                            machine); otherwise, and by default, .venv is made from it with requirements.txt
 #   BUILD="..."              options of tools/build.py, e.g. BUILD="--backend cpu" or BUILD="--capabilities 9.0"
-#   DEMO="..."               options of examples/shard_rotation.py, e.g. DEMO="--random"
+#   DEMO="..."               options of examples/shard_rotation.py, e.g. DEMO="--random"; DEMO="--plot" redraws the
+#                            README's picture instead of leaving one in build/
 #   TESTS="..."              options of pytest, e.g. TESTS="-k contract -x"
 
 SHELL := /bin/bash
 BUILD ?=
-DEMO ?= --plot
+DEMO ?= --plot build/shard_rotation.png
 TESTS ?=
 
 # What PYTHON is: torch (used as it is), bare (.venv is made from it), old, or nothing that runs.

@@ -1,0 +1,43 @@
+"""README.md and CARD.md: their examples run, their links lead somewhere, and the README's API is the API.
+
+In: the two documents. Out: nothing; an example fails by its own asserts.
+"""
+
+import inspect
+import re
+
+import pytest
+
+from conftest import REPO_ID, ROOT
+
+
+def text_of(name):
+    """The document as a reader sees it: kernels fills in the card's names."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return text.replace("{{ repo_id }}", REPO_ID).replace("{{ version }}", "1")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CARD.md"])
+def test_every_example_runs(kernel, name):
+    """In order and in one namespace, as a reader would paste them."""
+    examples = re.findall(r"```python\n(.*?)```", text_of(name), re.DOTALL)
+    assert examples
+    namespace = {}
+    for number, example in enumerate(examples, 1):
+        exec(compile(example, f"{name}, example {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CARD.md", "docs/contract.md"])
+def test_every_file_linked_to_is_there(name):
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text_of(name)):
+        assert (ROOT / name).parent.joinpath(target).is_file(), target
+
+
+def test_the_api_table_names_every_function_and_argument(kernel):
+    rows = {call.split("(")[0]: call for call in re.findall(r"^\| `(\w+\(.*?\))` \|", text_of("README.md"), re.M)}
+    functions = {f for f in kernel.__all__ if inspect.isfunction(getattr(kernel, f))}
+    assert set(rows) == functions
+    for name, call in rows.items():
+        arguments = re.findall(r"\b([A-Za-z_]\w*)\b(?=[=,)])", call.split("(", 1)[1])
+        parameters = inspect.signature(getattr(kernel, name)).parameters
+        assert [a for a in arguments if a in parameters] == list(parameters), name
