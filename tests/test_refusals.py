@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import assert_same_bits
+
 I64 = torch.int64
 
 
@@ -387,3 +389,12 @@ def test_without_grad_mode_nothing_requires_grad(kernel, device, mode):
     arguments = {name: x.requires_grad_() for name, x in good(device).items()}
     with mode():
         assert not kernel.det_attn(**arguments).requires_grad
+
+
+@pytest.mark.parametrize("name", ["Q", "K", "V"])
+def test_forward_mode_is_refused_and_not_answered_with_zero(kernel, device, name):
+    arguments = good(device)
+    with pytest.raises(NotImplementedError, match=f"^{name}: got a tensor with a forward-mode tangent"):
+        torch.func.jvp(lambda x: kernel.det_attn(**{**arguments, name: x}), (arguments[name],), (arguments[name],))
+    with torch.autograd.forward_ad.dual_level():  # without a tangent nothing is lost
+        assert_same_bits(kernel.det_attn_sharded(**arguments, kv_splits=[3, 4]), kernel.det_attn(**arguments))

@@ -8,6 +8,7 @@ Checks compare sizes without converting them, so they also hold for the symbolic
 import math
 
 import torch
+from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix
 
@@ -36,6 +37,9 @@ def _tensor(x, name):
         raise ValueError(f"{name}: got a {'nested' if x.is_nested else x.layout} tensor, must be dense and strided")
     if not (x.is_cpu or (_HAS_CUDA and x.is_cuda)):
         raise ValueError(f"{name}: got device {x.device}, this build has kernels for cpu{' and cuda' * _HAS_CUDA} only")
+    # torch would drop the tangent without a word. The level is looked at first: it costs nothing where there is none.
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{name}: got a tensor with a forward-mode tangent, det-attn has no forward-mode AD")
 
 
 def _same_device(x, device, name, other):
