@@ -259,7 +259,7 @@ def check_speed(variant: Variant, allow_spills: bool) -> None:
     kernels = [o for o in variant.objects if o.source.endswith(".cu")]
     slow = [f"{o.source}: {c}" for o in kernels for c in complaints(o.log.read_text())]
     if slow and not allow_spills:
-        raise BuildError("ptxas spills or serialises (--allow-spills to go on)\n  " + "\n  ".join(slow))
+        raise BuildError("ptxas spills or serialises (make BUILD=--allow-spills to go on)\n  " + "\n  ".join(slow))
     if slow:
         print("\n  ".join(["  ptxas spills or serialises:", *slow]))
 
