@@ -5,6 +5,10 @@ Inputs are drawn over every family, NaN and infinities included, and every dtype
 """
 
 import hashlib
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import generators
-from conftest import assert_same_bits
+from conftest import REPO_ID, assert_same_bits
 from helpers import make, one_nan, paths, sha256, threads
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=25, database=None,
@@ -183,6 +187,36 @@ def test_any_thread_count_same_bytes(kernel, causal, precision):
         with threads(count):
             hashes.add(every_hash(kernel, Q, K, V, causal, precision))
     assert len(hashes) == 1
+
+
+def hash_of_many_problems(kernel):
+    """One hash over every family, dtype and precision, and over many and few queries a key."""
+    digest = hashlib.sha256()
+    for seed, family in enumerate(generators.FAMILIES):
+        for Sq, Skv, D in ((50, 140, 20), (2, 600, 33)):
+            dtype = list(generators.DTYPES)[seed % 3]
+            inputs = make(family, heads=(2, 1), Sq=Sq, Skv=Skv, D=D, dtype=dtype, seed=seed)
+            for precision in ("highest", "high"):
+                digest.update(every_hash(kernel, *inputs, True, precision).encode())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
+def test_any_instruction_set_same_bytes(kernel, isa):
+    """The choice is made once a process, so each instruction set has its own."""
+    program = f"""
+import sys
+from kernels import get_kernel
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+from test_invariance import hash_of_many_problems
+print(hash_of_many_problems(get_kernel({REPO_ID!r}, version=1, trust_remote_code=True)))
+"""
+    environment = dict(os.environ, DET_ATTN_CPU_ISA=isa)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    if f"DET_ATTN_CPU_ISA: got '{isa}'" in run.stderr:
+        pytest.skip(f"this CPU has no {isa}")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [hash_of_many_problems(kernel)]
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])

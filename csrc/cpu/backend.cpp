@@ -1,8 +1,11 @@
 // The CPU's table for api.cpp and the one place that looks at the processor.
 #include "../backend.h"
 
-#include <atomic>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "../float_env.h"
 #include "forward.h"
@@ -14,8 +17,6 @@ namespace det_attn {
 namespace cpu {
 
 namespace {
-
-std::atomic<const TileKernels*> forced_kernels{nullptr};
 
 bool supported(const char* isa) {
 #if defined(DET_CPU_X86_KERNELS)
@@ -38,30 +39,29 @@ const TileKernels* kernels_of(const char* isa) {
   return &tile_kernels_generic();
 }
 
-const TileKernels* best_kernels() {
-  for (const char* isa : {"avx512", "avx2"}) {
-    if (supported(isa)) return kernels_of(isa);
+// The best there is, or the one that DET_ATTN_CPU_ISA names: so that tests can compare them on one machine.
+const TileKernels* choose_kernels() {
+  const char* wanted = std::getenv("DET_ATTN_CPU_ISA");
+  std::string allowed;
+  for (const char* isa : {"avx512", "avx2", "generic"}) {
+    if (!supported(isa)) continue;
+    if (wanted == nullptr || std::strcmp(wanted, isa) == 0) return kernels_of(isa);
+    allowed += std::string(allowed.empty() ? "" : ", ") + isa;
   }
-  return kernels_of("generic");
+  STD_TORCH_CHECK(false, "DET_ATTN_CPU_ISA: got '", wanted, "', this CPU and this build allow ", allowed);
 }
 
 }  // namespace
 
 const TileKernels& tile_kernels() {
-  static const TileKernels* const best = best_kernels();
-  const TileKernels* forced = forced_kernels.load(std::memory_order_relaxed);
-  return forced ? *forced : *best;
-}
-
-bool set_isa_for_testing(const char* isa) {
-  if (isa != nullptr && !supported(isa)) return false;
-  forced_kernels = isa ? kernels_of(isa) : nullptr;
-  return true;
+  static const TileKernels* const chosen = choose_kernels();
+  return *chosen;
 }
 
 }  // namespace cpu
 
 const Backend& cpu_backend() {
+  cpu::tile_kernels();  // an instruction set that is not there is refused here, not in a worker thread
   static const Backend backend = {
       [](const Context&, const View& x, int64_t batch, int64_t heads, int64_t length, int64_t head_dim, RowKind kind,
          double scale, Precision precision, int32_t* integers, int32_t* exponents) {

@@ -56,11 +56,8 @@ struct TileKernels {
   void (*finish_row)(const double* high, const double* low, int n, double scale, double den, float* out);
 };
 
-// The kernels for this machine, chosen once.
+// The kernels for this machine, chosen once; the environment's DET_ATTN_CPU_ISA may name others.
 const TileKernels& tile_kernels();
-
-// Tests only: "avx512", "avx2", "generic", or null for the automatic choice. False where the machine lacks it.
-bool set_isa_for_testing(const char* isa);
 
 const TileKernels& tile_kernels_generic();
 // Other compilers spell the per-file target differently; they get the portable kernels.
