@@ -168,8 +168,7 @@ void forward_staged(const Problem& problem, const Round& round, const MutableVie
   for (int64_t i = 0; i < round.rows(); ++i) {
     const int64_t row = round.first_row() + i;
     const int64_t head = row / problem.q_len;
-    const int64_t offset = head / problem.q_heads * out.stride_batch + head % problem.q_heads * out.stride_head +
-                           row % problem.q_len * out.stride_row;
+    const int64_t offset = row_offset(out, head / problem.q_heads, head % problem.q_heads, row % problem.q_len);
     for (int64_t d = 0; d < problem.head_dim; ++d) {
       const int64_t* digits = num.data() + (i * problem.head_dim + d) * kDigits;
       const double sum = digits_round(digits, 1);

@@ -21,6 +21,15 @@ static_assert((kHalfBits - 1) + (kHighest.operand_bits - 1) + kBudgetBits <= 53,
 static_assert(kHigh.weight_bits + (kHigh.operand_bits - 1) + kBudgetBits <= 53, "whole W must sum exactly");
 static_assert(kBudgetBits - (kBucketWidth - 1) >= 7 && kKeyTile <= 128, "one tile must fit the budget");
 
+// Where a row starts, in elements. X is a View or a MutableView.
+template <class X>
+inline int64_t row_offset(const X& x, int64_t batch, int64_t head, int64_t row) {
+  return batch * x.stride_batch + head * x.stride_head + row * x.stride_row;
+}
+
+// The integer that stands for a value element that is not finite (section 7).
+inline int32_t special_integer(double x) { return x != x ? kValueNan : (x > 0 ? kValuePosInf : kValueNegInf); }
+
 struct Bucket {
   int base = 0;          // ev of the unit: the smallest of this head in this bucket
   int64_t key_budget = 0;  // keys whose terms sum exactly in float64
@@ -64,6 +73,8 @@ class PackedKeys {
   void choose_buckets(int64_t head);
   void order_keys(int64_t id, int keys);
   void pack_tile(const Problem& problem, int64_t id, double* scratch);
+  void pack_tile_keys(const Problem& problem, int64_t id, double* scratch);
+  void pack_tile_values(const Problem& problem, int64_t id, double* row);
 
   int64_t keys_ = 0;
   Buffer<double> keys_data_, values_data_;

@@ -13,10 +13,6 @@ namespace {
 constexpr int32_t kNoValue = INT32_MIN;
 constexpr int kLargestUnit = 500;  // far from float64's 1023; scores that large saturate whatever the unit
 
-int64_t row_offset(const View& x, int64_t batch, int64_t head, int64_t row) {
-  return batch * x.stride_batch + head * x.stride_head + row * x.stride_row;
-}
-
 int64_t element_offset(const View& x, int64_t kv_heads, int64_t head, int64_t row) {
   return row_offset(x, head / kv_heads, head % kv_heads, row);
 }
@@ -144,17 +140,22 @@ void PackedKeys::order_keys(int64_t id, int keys) {
 }
 
 void PackedKeys::pack_tile(const Problem& problem, int64_t id, double* scratch) {
+  if (!values) flags_[id] = 0;  // else measure_values() has begun them
+  order_keys(id, static_cast<int>(tile_keys(id % tiles)));
+  pack_tile_keys(problem, id, scratch);
+  if (values) pack_tile_values(problem, id, scratch);
+}
+
+// Transposed a panel at a time. Poisoned keys, and the places behind the last key, are rows of zeros.
+void PackedKeys::pack_tile_keys(const Problem& problem, int64_t id, double* scratch) {
   const TileKernels& kernels = tile_kernels();
   const int64_t head = id / tiles;
   const int64_t tile = id % tiles;
   const int keys = static_cast<int>(tile_keys(tile));
   const int bits = problem.precision.operand_bits;
-  order_keys(id, keys);
   const int32_t* index = index_.data() + id * kKeyTile;
   int max_exponent = kMinExponent;
-  uint8_t flags = values ? flags_[id] : 0;
-
-  for (int j = 0; j < kKeyTile; ++j) {  // keys, transposed a panel at a time
+  for (int j = 0; j < kKeyTile; ++j) {
     double* row = scratch + (j % kPanel) * width;
     int32_t& exponent = key_exponent_[id * kKeyTile + j];
     bool special = j >= keys;
@@ -165,7 +166,7 @@ void PackedKeys::pack_tile(const Problem& problem, int64_t id, double* scratch) 
       kernels.load_row(problem.k.data, offset, problem.k.dtype, depth, row);
       const int e = row_exponent(kernels.max_abs(row, depth, &special));
       exponent = special ? kPoisonedExponent : e;
-      if (special) flags |= kHasPoisoned;
+      if (special) flags_[id] |= kHasPoisoned;
     }
     if (special) {
       for (int d = 0; d < depth; ++d) row[d] = 0.0;
@@ -178,27 +179,33 @@ void PackedKeys::pack_tile(const Problem& problem, int64_t id, double* scratch) 
       kernels.transpose(scratch, width, depth, panel);
     }
   }
-  flags_[id] = flags;
   max_key_exponent_[id] = max_exponent;
-  if (!values) return;
+}
 
-  for (int d = depth; d < width; ++d) scratch[d] = 0.0;
-  for (int j = 0; j < keys; ++j) {  // values: row j of every panel; the sums read no further than `keys`
+// Key j is row j of every panel; the sums read no further than the last key.
+void PackedKeys::pack_tile_values(const Problem& problem, int64_t id, double* row) {
+  const TileKernels& kernels = tile_kernels();
+  const int64_t head = id / tiles;
+  const int64_t tile = id % tiles;
+  const int bits = problem.precision.operand_bits;
+  const int32_t* index = index_.data() + id * kKeyTile;
+  for (int d = depth; d < width; ++d) row[d] = 0.0;
+  for (int j = 0; j < tile_keys(tile); ++j) {
     const int64_t key = problem.mask.kv_lo + tile * kKeyTile + index[j];
     const int64_t offset = element_offset(problem.v, problem.kv_heads, head_lo + head, key);
-    kernels.load_row(problem.v.data, offset, problem.v.dtype, depth, scratch);
-    if (flags & kHasSpecial) {
-      for (int d = 0; d < depth; ++d) scratch[d] = is_finite(scratch[d]) ? scratch[d] : 0.0;
+    kernels.load_row(problem.v.data, offset, problem.v.dtype, depth, row);
+    if (has_special(id)) {
+      for (int d = 0; d < depth; ++d) row[d] = is_finite(row[d]) ? row[d] : 0.0;
     }
     const int e = value_exponent_[id * kKeyTile + index[j]];
     const int base = bucket_table_[head * kBuckets + bucket_[id * kKeyTile + j]].base;
     if (e == kNoValue) {
-      for (int d = 0; d < depth; ++d) scratch[d] = 0.0;
+      for (int d = 0; d < depth; ++d) row[d] = 0.0;
     } else {
-      kernels.quantise_row(scratch, depth, e, bits, pow2(e - base));
+      kernels.quantise_row(row, depth, e, bits, pow2(e - base));
     }
     double* out = values_data_.data() + id * kKeyTile * width + j * kPanel;
-    for (int p = 0; p < width / kPanel; ++p) std::memcpy(out + p * kKeyTile * kPanel, scratch + p * kPanel, kPanel * 8);
+    for (int p = 0; p < width / kPanel; ++p) std::memcpy(out + p * kKeyTile * kPanel, row + p * kPanel, kPanel * 8);
   }
 }
 
@@ -224,8 +231,6 @@ QueryRow pack_query(const Problem& problem, int64_t batch, int64_t head, int64_t
 // ---- The public rows -------------------------------------------------------------------------------------------
 
 namespace {
-
-int32_t special_integer(double x) { return x != x ? kValueNan : (x > 0 ? kValuePosInf : kValueNegInf); }
 
 void public_row(const View& x, int64_t offset, int64_t head_dim, RowKind kind, double scale, int operand_bits,
                 int32_t* integers, int32_t* exponent) {

@@ -232,13 +232,11 @@ void TileWorker::count_specials(int64_t tile) {
   double values[kMaxHeadDim];
   for (int64_t j = 0; j < keys_.tile_keys(tile); ++j) {
     const int64_t key = problem_.mask.kv_lo + tile * kKeyTile + j;
-    kernels_.load_row(v.data, batch * v.stride_batch + head * v.stride_head + key * v.stride_row, v.dtype, depth_,
-                      values);
+    kernels_.load_row(v.data, row_offset(v, batch, head, key), v.dtype, depth_, values);
     for (int d = 0; d < depth_; ++d) {
       if (is_finite(values[d])) continue;
-      const int32_t kind = values[d] != values[d] ? kValueNan : (values[d] > 0 ? kValuePosInf : kValueNegInf);
       for (int r = 0; r < unit_.rows; ++r) {
-        if (j < limit(row_[r], tile)) counts_[r * depth_ + d] += special_count(kind);
+        if (j < limit(row_[r], tile)) counts_[r * depth_ + d] += special_count(special_integer(values[d]));
       }
     }
   }
@@ -325,8 +323,7 @@ void TileWorker::store_out(const MutableView& out) {
     }
     const int64_t index = unit_.first + r;
     const int64_t q_head = unit_.head % problem_.kv_heads * group_ + index / problem_.q_len;
-    const int64_t offset = unit_.head / problem_.kv_heads * out.stride_batch + q_head * out.stride_head +
-                           index % problem_.q_len * out.stride_row;
+    const int64_t offset = row_offset(out, unit_.head / problem_.kv_heads, q_head, index % problem_.q_len);
     for (int d = 0; d < depth_; ++d) store_element(out.data, offset + d, out.dtype, values[d]);
   }
 }
