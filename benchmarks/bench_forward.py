@@ -285,7 +285,7 @@ def measure(kernel, case, device, seconds, repeats):
                 result.extra_mb = extra_memory(call, sets[contestant.dtype][0], device)
             probe = times(call, sets[contestant.dtype], 1, device, False)[0]
             ready.append((result, call, probe))
-        except (RuntimeError, ValueError) as error:  # not on this device or shape, or no memory; other bytes still raise
+        except (RuntimeError, ValueError) as error:  # not here, or no memory; bytes that differ still raise
             result.note = str(error).strip().splitlines()[0][:70] or type(error).__name__
             synchronize(device)
     outputs.clear()
