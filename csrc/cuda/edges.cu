@@ -18,8 +18,8 @@ __global__ void import_rowmax_kernel(Shape s, Prepared prepared, const double* r
   if (i >= s.heads * s.rows_pad) return;
   const int64_t head = i / s.rows_pad, row = i % s.rows_pad;
   const int64_t given = row < s.rows ? rowmax_from_public(rowmax[head * s.rows + row]) : kRowmaxEmpty;
-  // A row found poisoned stays so, unless the caller says that it attends nothing.
-  if (given == kRowmaxEmpty || prepared.rowmax[i] != kRowmaxPoisoned) prepared.rowmax[i] = given;
+  if (prepared.rowmax[i] != kRowmaxPoisoned)
+    prepared.rowmax[i] = given;  // only queries are marked by now: they stay so
 }
 
 __device__ __forceinline__ bool is_poisoned(const SumsArgs& a, int64_t head, int64_t row) {
@@ -60,18 +60,22 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(Problem proble
       if (threadIdx.x == 0) listed = 0;
       __syncthreads();
       const int64_t key = stretch + threadIdx.x;
-      if (key < s.keys && a.prepared.special_key[head * s.keys_pad + key]) list[atomicAdd(&listed, 1)] = static_cast<int>(key);
+      if (key < s.keys && a.prepared.special_key[head * s.keys_pad + key])
+        list[atomicAdd(&listed, 1)] = static_cast<int>(key);
       __syncthreads();
       for (int i = 0; i < listed && element < elements; ++i) {
         if (list[i] >= end) continue;
         const float x = load_element(v.data, base + (problem.mask.kv_lo + list[i]) * v.stride_row + dim, v.dtype);
-        if (x != x) count += kCountNan;
-        else if (!is_finite(x)) count += x < 0 ? kCountNegInf : kCountPosInf;
+        if (x != x)
+          count += kCountNan;
+        else if (!is_finite(x))
+          count += x < 0 ? kCountNegInf : kCountPosInf;
       }
     }
     if (count == 0 || a.rowmax(head, row) == kRowmaxPoisoned || a.rowmax(head, row) == kRowmaxEmpty) continue;
     if (a.out.data != nullptr) {
-      store_element(a.out.data, a.out_offset(head, row, dim), a.out.dtype, output_of(0.0, 1, count, a.precision.weight_bits));
+      store_element(a.out.data, a.out_offset(head, row, dim), a.out.dtype,
+                    output_of(0.0, 1, count, a.precision.weight_bits));
     } else {
       a.digits_of(head, row, dim)[kSpecialDigit] = count;
     }
@@ -90,12 +94,14 @@ __global__ void finish_num_kernel(SumsArgs a, int64_t elements) {
 }  // namespace
 
 void export_rowmax(const Context& ctx, const Shape& s, const Prepared& prepared, double* rowmax) {
-  export_rowmax_kernel<<<grid_of(ceil_div(s.heads * s.rows, kThreads)), kThreads, 0, stream_of(ctx)>>>(s, prepared, rowmax);
+  export_rowmax_kernel<<<grid_of(ceil_div(s.heads * s.rows, kThreads)), kThreads, 0, stream_of(ctx)>>>(s, prepared,
+                                                                                                       rowmax);
   check_launch("export_rowmax_kernel");
 }
 
 void import_rowmax(const Context& ctx, const Shape& s, const Prepared& prepared, const double* rowmax) {
-  import_rowmax_kernel<<<grid_of(ceil_div(s.heads * s.rows_pad, kThreads)), kThreads, 0, stream_of(ctx)>>>(s, prepared, rowmax);
+  import_rowmax_kernel<<<grid_of(ceil_div(s.heads * s.rows_pad, kThreads)), kThreads, 0, stream_of(ctx)>>>(s, prepared,
+                                                                                                           rowmax);
   check_launch("import_rowmax_kernel");
 }
 

@@ -1,6 +1,6 @@
 // Forward on the tensor cores: rowmax, accumulate and the fused call, in terms of the kernels in tensor_core.cuh
-// (docs/contract.md sections 1 to 7). Query rows go in chunks: scores of a chunk leave distances in a bounded workspace,
-// the sums kernel turns them into outputs, the next chunk reuses the space.
+// (docs/contract.md sections 1 to 7). Query rows go in chunks: scores of a chunk leave distances in a bounded
+// workspace, the sums kernel turns them into outputs, the next chunk reuses the space.
 #include <algorithm>
 
 #include "paths.h"
@@ -23,8 +23,17 @@ void launch_scores(const Context& ctx, Engine engine, const ScoresArgs& args, in
   }
 }
 
-void launch_sums(const Context& ctx, const SumsArgs& args, int64_t tiles) {
+// `highest` has seven digit positions: too many for wgmma's accumulators, so its sums stay on mma.sync.
+bool sums_on_wgmma(Engine engine, const Shape& s) { return engine == Engine::kWgmma && s.planes == 2; }
+
+void launch_sums(const Context& ctx, Engine engine, const SumsArgs& args, int64_t tiles) {
+  if (sums_on_wgmma(engine, args.shape)) return launch_sums_wgmma_high(ctx, args, tiles);
   (args.shape.planes == 3 ? launch_sums_highest : launch_sums_high)(ctx, args, tiles);
+}
+
+// Rows of one sums CTA; see SumsTile and SumsWgmmaTile.
+int64_t rows_of_sums(Engine engine, const Shape& s) {
+  return sums_on_wgmma(engine, s) || s.value_dims_pad == 64 ? 64 : 32;
 }
 
 int processors(const Context& ctx) {
@@ -38,11 +47,13 @@ Shape shape_of(const Problem& p, Engine engine) {
   s.heads = p.batch * p.kv_heads;
   s.rows = p.kv_heads == 0 ? 0 : p.q_heads / p.kv_heads * p.q_len;
   s.rows_pad = round_up(s.rows, kRowPad);
+  s.tile_blocks = std::min<int64_t>(kRowPad, round_up(s.rows, kBlockRows)) / kBlockRows;
   s.keys = p.mask.kv_hi - p.mask.kv_lo;
   s.keys_pad = round_up(s.keys, kKeyPad);
   s.dims = static_cast<int>(p.head_dim);
   s.dims_pad = static_cast<int>(round_up(p.head_dim, kDimPad));
-  if (engine == Engine::kWgmma) s.dims_pad = s.dims_pad <= 64 ? 64 : (s.dims_pad <= 128 ? 128 : 256);  // its k-steps are compiled in
+  if (engine == Engine::kWgmma)
+    s.dims_pad = s.dims_pad <= 64 ? 64 : (s.dims_pad <= 128 ? 128 : 256);  // its k-steps are compiled in
   s.value_dims_pad = static_cast<int>(p.head_dim <= 64 ? 64 : round_up(p.head_dim, 128));
   s.planes = (p.precision.operand_bits + 7) / 8;
   return s;
@@ -57,7 +68,8 @@ Prepared allocate(const Context& ctx, const Shape& s, bool values) {
   p.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
   if (values) {
     p.value = workspace<uint8_t>(ctx, s.heads * s.planes * s.value_dims_pad * s.keys_pad);
-    p.value_shift = workspace<int32_t>(ctx, s.heads * s.keys_pad);
+    p.value_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
+    p.value_shift = workspace<uint8_t>(ctx, s.heads * s.keys_pad);
     p.value_range = workspace<int32_t>(ctx, s.heads * 2);
     p.value_special = workspace<int32_t>(ctx, s.heads);
     p.special_key = workspace<uint8_t>(ctx, s.heads * s.keys_pad);
@@ -76,22 +88,21 @@ struct Plan {
   int64_t split_keys;
 };
 
-Plan plan_of(const Context& ctx, const Shape& s) {
+Plan plan_of(const Context& ctx, Engine engine, const Shape& s) {
   Plan plan;
   plan.tiles = s.heads * (s.rows_pad / kRowPad);
-  const int64_t tile_bytes = kRowPad * s.keys_pad * 4 + kRowPad * (s.keys_pad / kBlockKeys) * 8;
+  const int64_t tile_bytes = s.tile_blocks * (s.keys_pad / kBlockKeys) * kBlockBytes;
   const int64_t fit = tile_bytes == 0 ? plan.tiles : kChunkBytes / tile_bytes;
   plan.chunk_tiles = std::max<int64_t>(1, std::min({fit, plan.tiles, kChunkTiles}));
-  // CTAs of the sums kernel in one chunk; see SumsTile for the rows of a CTA.
-  const int64_t cta_rows = s.value_dims_pad % 128 == 0 ? 32 : 64;
-  const int64_t per_tile = kRowPad / cta_rows * std::max<int64_t>(1, s.value_dims_pad / 128);
-  const int64_t sms = processors(ctx);
+  // CTAs of the sums kernel in one chunk that have rows.
+  const int64_t per_tile =
+      ceil_div(s.tile_blocks * kBlockRows, rows_of_sums(engine, s)) * std::max<int64_t>(1, s.value_dims_pad / 128);
+  const int64_t sms = processors(ctx), ctas = plan.chunk_tiles * per_tile;
+  int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
   if (plan.chunk_tiles < plan.tiles) {  // whole waves of CTAs, where a chunk has at least one
-    const int64_t wave = std::max<int64_t>(1, sms / per_tile);
+    const int64_t wave = ceil_div(sms, per_tile);
     if (plan.chunk_tiles > wave) plan.chunk_tiles -= plan.chunk_tiles % wave;
   }
-  const int64_t ctas = plan.chunk_tiles * per_tile;
-  int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
   splits = std::max<int64_t>(1, std::min(splits, s.keys / kLeastSplitKeys));
   plan.split_keys = std::max<int64_t>(kSumKeys, round_up(ceil_div(s.keys, splits), kSumKeys));
   plan.splits = static_cast<int>(std::max<int64_t>(1, ceil_div(s.keys, plan.split_keys)));
@@ -99,16 +110,18 @@ Plan plan_of(const Context& ctx, const Shape& s) {
 }
 
 // Runs scores and sums over every chunk. `args` says where sums go; `given` whether prepared.rowmax is an input.
-void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const Shape& s, SumsArgs args, const Plan& plan, bool given) {
+void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const Shape& s, SumsArgs args,
+                const Plan& plan, bool given) {
   ScoresArgs scores = scores_args(problem, s, args.prepared);
-  const int64_t blocks = plan.chunk_tiles * (kRowPad / kBlockRows) * (s.keys_pad / kBlockKeys);
+  const int64_t blocks = plan.chunk_tiles * s.tile_blocks * (s.keys_pad / kBlockKeys);
   scores.distances.distance = workspace<uint4>(ctx, blocks * 4 * kWarpSize);
   scores.distances.block_max = workspace<int64_t>(ctx, blocks * kBlockRows);
   args.distances = scores.distances;
   args.splits = plan.splits;
   args.split_keys = plan.split_keys;
   const bool into_num = args.out.data == nullptr;
-  if (!into_num) args.digits = workspace<int64_t>(ctx, plan.chunk_tiles * kRowPad * s.dims * kDigits);
+  if (!into_num)
+    args.digits = workspace<int64_t>(ctx, plan.chunk_tiles * s.tile_blocks * kBlockRows * s.dims * kDigits);
   const int64_t tiles_per_head = s.rows_pad / kRowPad;
   for (int64_t first = 0; first < plan.tiles; first += plan.chunk_tiles) {
     const int64_t tiles = std::min(plan.chunk_tiles, plan.tiles - first);
@@ -122,11 +135,12 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
     if (!into_num) {
       args.digits_row = row;
       if (plan.splits > 1) {
-        check(cudaMemsetAsync(args.digits, 0, rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
+        check(cudaMemsetAsync(args.digits, 0, rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)),
+              "cudaMemsetAsync");
         check(cudaMemsetAsync(args.den + row, 0, rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
       }
     }
-    launch_sums(ctx, args, tiles);
+    launch_sums(ctx, engine, args, tiles);
     if (!into_num && plan.splits > 1) finalize_rows(ctx, args, row, rows);
   }
 }
@@ -152,7 +166,8 @@ void rowmax_on(Engine engine, const Context& ctx, const Problem& problem, double
   export_rowmax(ctx, s, prepared, rowmax);
 }
 
-void accumulate_on(Engine engine, const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
+void accumulate_on(Engine engine, const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num,
+                   int64_t* den) {
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
   const Prepared prepared = allocate(ctx, s, true);
@@ -162,14 +177,16 @@ void accumulate_on(Engine engine, const Context& ctx, const Problem& problem, co
   import_rowmax(ctx, s, prepared, rowmax);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.digits = num;
-  check(cudaMemsetAsync(num, 0, s.heads * s.rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
+  check(cudaMemsetAsync(num, 0, s.heads * s.rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)),
+        "cudaMemsetAsync");
   check(cudaMemsetAsync(den, 0, s.heads * s.rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
-  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, s), true);
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s), true);
   patch_specials(ctx, problem, args);
   finish_num(ctx, args);
 }
 
-void forward_on(Engine engine, const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
+void forward_on(Engine engine, const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax,
+                int64_t* den) {
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
   const Prepared prepared = allocate(ctx, s, true);
@@ -178,7 +195,7 @@ void forward_on(Engine engine, const Context& ctx, const Problem& problem, const
   prepare_values(ctx, problem, s, prepared);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.out = out;
-  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, s), false);
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s), false);
   patch_specials(ctx, problem, args);
   export_rowmax(ctx, s, prepared, rowmax);
 }
@@ -186,7 +203,9 @@ void forward_on(Engine engine, const Context& ctx, const Problem& problem, const
 }  // namespace
 
 namespace mma {
-void rowmax(const Context& ctx, const Problem& problem, double* rowmax) { rowmax_on(Engine::kMma, ctx, problem, rowmax); }
+void rowmax(const Context& ctx, const Problem& problem, double* rowmax) {
+  rowmax_on(Engine::kMma, ctx, problem, rowmax);
+}
 void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
   accumulate_on(Engine::kMma, ctx, problem, rowmax, num, den);
 }
@@ -196,7 +215,9 @@ void forward(const Context& ctx, const Problem& problem, const MutableView& out,
 }  // namespace mma
 
 namespace wgmma {
-void rowmax(const Context& ctx, const Problem& problem, double* rowmax) { rowmax_on(Engine::kWgmma, ctx, problem, rowmax); }
+void rowmax(const Context& ctx, const Problem& problem, double* rowmax) {
+  rowmax_on(Engine::kWgmma, ctx, problem, rowmax);
+}
 void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
   accumulate_on(Engine::kWgmma, ctx, problem, rowmax, num, den);
 }

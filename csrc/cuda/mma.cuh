@@ -28,10 +28,11 @@ __device__ __forceinline__ void wait_copies() {
 // C (16 x 8, int32) += A (16 x 32) * B (32 x 8), exact modulo 2^32. Signedness of each side's bytes is a template flag.
 template <bool A_SIGNED, bool B_SIGNED>
 __device__ __forceinline__ void mma_bytes(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#define DET_MMA(TYPES)                                                                                            \
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TYPES ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "      \
-               "{%0,%1,%2,%3};"                                                                                   \
-               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                   \
+#define DET_MMA(TYPES)                                          \
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TYPES   \
+               ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "   \
+               "{%0,%1,%2,%3};"                                 \
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
   if constexpr (A_SIGNED && B_SIGNED) {
     DET_MMA("s8.s8");

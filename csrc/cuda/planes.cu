@@ -7,15 +7,18 @@ namespace det_attn::cuda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kLaneDims = kMaxHeadDim / kWarpSize;  // a warp holds one row: 8 elements a lane at most
+constexpr int kThreads = kWarps * kWarpSize;
 
-// Element d = 128 * (c / 4) + 4 * lane + c % 4 sits in slot c: four neighbours a lane, so loads can be vectors.
-__device__ __forceinline__ int dim_of_slot(int lane, int c) { return 128 * (c >> 2) + 4 * lane + (c & 3); }
+// ---- one row in a warp: SLOTS elements a lane, SLOTS * 32 at most ----
 
-// One row into registers as float32 (exact for every input dtype). `vector` says four neighbours are aligned.
-__device__ __forceinline__ void load_row(const View& x, int64_t offset, int dims, bool vector, int lane, float (&row)[kLaneDims]) {
+// A lane's `SLOTS` elements as float32, exact for every input dtype; elements beyond head_dim are 0. Query and key
+// rows: slot c holds element 128 * (c / 4) + 4 * lane + c % 4, so that four neighbours are one load where they are
+// aligned.
+template <int SLOTS>
+__device__ __forceinline__ void load_row(const View& x, int64_t offset, int dims, bool vector, int lane,
+                                         float (&row)[SLOTS]) {
 #pragma unroll
-  for (int part = 0; part < kLaneDims / 4; ++part) {
+  for (int part = 0; part < SLOTS / 4; ++part) {
     const int d = 128 * part + 4 * lane;
     float* r = row + 4 * part;
     r[0] = r[1] = r[2] = r[3] = 0.0f;
@@ -44,139 +47,179 @@ __device__ __forceinline__ bool is_vector_view(const View& x) {
          x.stride_row % 4 == 0;
 }
 
-// Quantises a warp's row of float64 (already scaled for queries). Returns the exponent, kPoisonedExponent if an element
-// is not finite; integers are then 0.
-__device__ __forceinline__ int quantise_row(const double (&x)[kLaneDims], int operand_bits, int32_t (&q)[kLaneDims]) {
-  double max_abs = 0.0;
+// Section 1 for an unscaled row, in float32 alone: the exponent is in the bits of the largest magnitude, and x * 2^n is
+// exact or below 2^-126, where rne gives 0 either way. Two factors, since n reaches 149. Returns the exponent, or
+// kPoisonedExponent with integers 0 if an element is not finite.
+template <int SLOTS>
+__device__ __forceinline__ int quantise_row(const float (&x)[SLOTS], int operand_bits, int32_t (&q)[SLOTS]) {
+  int largest = 0;
+#pragma unroll
+  for (int c = 0; c < SLOTS; ++c) largest = max(largest, __float_as_int(x[c]) & 0x7fffffff);
+  largest = __reduce_max_sync(kFullWarp, largest);
+  const bool finite = largest < 0x7f800000;
+  const int e = (largest >> 23) - 126;
+  const int n = operand_bits - 1 - e;
+  const float first = float_of(static_cast<uint32_t>((n >> 1) + 127) << 23),
+              second = float_of(static_cast<uint32_t>(n - (n >> 1) + 127) << 23);
+  const int limit = (1 << (operand_bits - 1)) - 1;
+#pragma unroll
+  for (int c = 0; c < SLOTS; ++c) q[c] = finite ? min(__float2int_rn(mul_f32(mul_f32(x[c], first), second)), limit) : 0;
+  return finite ? e : kPoisonedExponent;
+}
+
+// Section 1 for a query row, which is scaled in float64.
+template <int SLOTS>
+__device__ __forceinline__ int quantise_scaled_row(const float (&x)[SLOTS], double scale, int operand_bits,
+                                                   int32_t (&q)[SLOTS]) {
+  double scaled[SLOTS];
   bool finite = true;
+  int largest = 0;  // high words of non-negative doubles order as they do, and the exponent needs no more
 #pragma unroll
-  for (int c = 0; c < kLaneDims; ++c) {
-    finite = finite && is_finite(x[c]);
-    max_abs = fmax(max_abs, fabs(x[c]));
+  for (int c = 0; c < SLOTS; ++c) {
+    scaled[c] = mul_f64(static_cast<double>(x[c]), scale);
+    finite = finite && is_finite(scaled[c]);
+    largest = max(largest, static_cast<int>(bits_of(scaled[c]) >> 32) & 0x7fffffff);
   }
-  if (!__all_sync(kFullWarp, finite)) {
+  finite = __all_sync(kFullWarp, finite);
+  largest = __reduce_max_sync(kFullWarp, largest);
+  const int e = row_exponent(double_of(static_cast<uint64_t>(static_cast<uint32_t>(largest)) << 32));
 #pragma unroll
-    for (int c = 0; c < kLaneDims; ++c) q[c] = 0;
-    return kPoisonedExponent;
-  }
-  // Non-negative doubles order as their bits; the exponent needs the high word alone.
-  const int high = __reduce_max_sync(kFullWarp, static_cast<int>(bits_of(max_abs) >> 32));
-  const int e = row_exponent(double_of(static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32));
-#pragma unroll
-  for (int c = 0; c < kLaneDims; ++c) q[c] = quantise(x[c], e, operand_bits);
-  return e;
+  for (int c = 0; c < SLOTS; ++c) q[c] = finite ? quantise(scaled[c], e, operand_bits) : 0;
+  return finite ? e : kPoisonedExponent;
 }
 
-// Byte p of four integers, in order.
-__device__ __forceinline__ uint32_t byte_plane(const int32_t* q, int p) {
-  const uint32_t selector = p | (p + 4) << 4;
-  const uint32_t low = __byte_perm(q[0], q[1], selector), high = __byte_perm(q[2], q[3], selector);
-  return __byte_perm(low, high, 0x5410);
-}
+// ---- query and key rows ----
 
-__device__ __forceinline__ void store_planes(uint8_t* planes, int64_t plane_stride, int64_t row, const Shape& s, int lane,
-                                             const int32_t (&q)[kLaneDims]) {
+template <int SLOTS>
+__device__ __forceinline__ void store_planes(uint8_t* planes, int64_t plane_stride, int64_t row, const Shape& s,
+                                             int lane, const int32_t (&q)[SLOTS]) {
 #pragma unroll
-  for (int part = 0; part < kLaneDims / 4; ++part) {
+  for (int part = 0; part < SLOTS / 4; ++part) {
     const int d = 128 * part + 4 * lane;
     if (d >= s.dims_pad) continue;
-    for (int p = 0; p < s.planes; ++p) {
-      *reinterpret_cast<uint32_t*>(planes + p * plane_stride + plane_offset(row, d, s.dims_pad)) = byte_plane(q + 4 * part, p);
-    }
+    const uint32_t four[4] = {static_cast<uint32_t>(q[4 * part]), static_cast<uint32_t>(q[4 * part + 1]),
+                              static_cast<uint32_t>(q[4 * part + 2]), static_cast<uint32_t>(q[4 * part + 3])};
+    uint32_t bytes[4];
+    byte_planes(four, bytes);
+    uint8_t* to = planes + plane_offset(row, d, s.dims_pad);
+#pragma unroll
+    for (int p = 0; p < 3; ++p)
+      if (p < s.planes) *reinterpret_cast<uint32_t*>(to + p * plane_stride) = bytes[p];
   }
 }
 
-// QUERY: scaled rows, and M's starting value. Otherwise key rows. One warp a padded row.
-template <bool QUERY>
-__global__ void __launch_bounds__(kWarps* kWarpSize) row_planes_kernel(Problem problem, Shape s, Prepared out) {
+static_assert(kRowPad % kWarps == 0 && kKeyPad % kWarps == 0, "a CTA's rows are of one head");
+
+// QUERY: scaled rows, and M's starting value. Otherwise key rows. One warp a padded row, blocks over rows and heads. A
+// padding row is a row of zeros: integers 0, exponent kMinExponent.
+template <bool QUERY, int SLOTS>
+__global__ void __launch_bounds__(kThreads)
+    row_planes_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Shape s,
+                      const __grid_constant__ Prepared out) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t length_pad = QUERY ? s.rows_pad : s.keys_pad;
-  const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
-  if (index >= s.heads * length_pad) return;
-  const int64_t head = index / length_pad, row = index % length_pad;
+  const int64_t blocks = length_pad / kWarps;
+  const int64_t head = blockIdx.x / blocks, row = blockIdx.x % blocks * kWarps + threadIdx.x / kWarpSize;
   const int64_t batch = head / problem.kv_heads, kv_head = head % problem.kv_heads;
-  const bool real = row < (QUERY ? s.rows : s.keys);
+  const int64_t group = problem.q_heads / problem.kv_heads;
+  const View& x = QUERY ? problem.q : problem.k;
+  const int64_t x_head = QUERY ? kv_head * group + row / problem.q_len : kv_head;
+  const int64_t x_row = QUERY ? row % problem.q_len : problem.mask.kv_lo + row;
+  const int64_t offset = batch * x.stride_batch + x_head * x.stride_head + x_row * x.stride_row;
 
-  int32_t q[kLaneDims] = {};
-  int e = kMinExponent;
-  if (real) {
-    const View& x = QUERY ? problem.q : problem.k;
-    const int64_t group = problem.q_heads / problem.kv_heads;
-    const int64_t x_head = QUERY ? kv_head * group + row / problem.q_len : kv_head;
-    const int64_t x_row = QUERY ? row % problem.q_len : problem.mask.kv_lo + row;
-    float raw[kLaneDims];
-    load_row(x, batch * x.stride_batch + x_head * x.stride_head + x_row * x.stride_row, s.dims, is_vector_view(x), lane, raw);
-    double scaled[kLaneDims];
-#pragma unroll
-    for (int c = 0; c < kLaneDims; ++c) {
-      scaled[c] = QUERY ? mul_f64(static_cast<double>(raw[c]), problem.scale) : static_cast<double>(raw[c]);
-      if (dim_of_slot(lane, c) >= s.dims) scaled[c] = 0.0;  // 0 * scale is 0 already; kept for a NaN-safe tail
-    }
-    e = quantise_row(scaled, problem.precision.operand_bits, q);
+  float raw[SLOTS] = {};
+  if (row < (QUERY ? s.rows : s.keys)) load_row(x, offset, s.dims, is_vector_view(x), lane, raw);
+  int32_t q[SLOTS];
+  int e;
+  if constexpr (QUERY) {
+    e = quantise_scaled_row(raw, problem.scale, problem.precision.operand_bits, q);
+  } else {
+    e = quantise_row(raw, problem.precision.operand_bits, q);
   }
-  uint8_t* planes = QUERY ? out.query : out.key;
-  store_planes(planes + head * s.planes * length_pad * s.dims_pad, length_pad * s.dims_pad, row, s, lane, q);
+  uint8_t* planes = (QUERY ? out.query : out.key) + head * s.planes * length_pad * s.dims_pad;
+  store_planes(planes, length_pad * s.dims_pad, row, s, lane, q);
   if (lane == 0) {
+    const int64_t index = head * length_pad + row;
     (QUERY ? out.query_exponent : out.key_exponent)[index] = e == kPoisonedExponent ? kPoisonedInTile : e;
     if (QUERY) out.rowmax[index] = e == kPoisonedExponent ? kRowmaxPoisoned : kRowmaxEmpty;
   }
 }
 
+// ---- value rows ----
+
 constexpr int32_t kZeroRow = INT32_MAX;  // a value row that adds nothing to NUM
 
-// A CTA transposes kSumKeys keys through shared memory; a warp quantises one key row at a time. Leaves exponents in
-// value_shift: the head's least is known only afterwards.
-__global__ void __launch_bounds__(kWarps* kWarpSize) value_planes_kernel(Problem problem, Shape s, Prepared out) {
+// One value row; slot c holds element 32 * c + lane. Non-finite elements become 0 (section 7: the exponent is taken
+// over the finite ones) and set `special`. Returns kZeroRow for a row without a nonzero finite element.
+template <int SLOTS>
+__device__ __forceinline__ int quantise_value_row(float (&row)[SLOTS], int operand_bits, int32_t (&q)[SLOTS],
+                                                  bool& special) {
+  bool nonzero = false, bad = false;
+#pragma unroll
+  for (int c = 0; c < SLOTS; ++c) {
+    const bool finite = (__float_as_uint(row[c]) & 0x7f800000u) != 0x7f800000u;
+    bad = bad || !finite;
+    row[c] = finite ? row[c] : 0.0f;
+    nonzero = nonzero || row[c] != 0.0f;
+  }
+  special = __any_sync(kFullWarp, bad);
+  const int e = quantise_row(row, operand_bits, q);
+  return __any_sync(kFullWarp, nonzero) ? e : kZeroRow;
+}
+
+// A CTA transposes kSumKeys keys through shared memory; a warp takes four keys that lie side by side in value_slot()
+// order. Leaves exponents, not shifts: the head's least is known only afterwards.
+template <int SLOTS>
+__global__ void __launch_bounds__(kThreads)
+    value_planes_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Shape s,
+                        const __grid_constant__ Prepared out) {
   constexpr int kPitch = kSumKeys + 4;  // 17 words: neighbouring dims fall into different banks
-  extern __shared__ uint8_t tile[];       // [planes][value_dims_pad][kPitch]
+  extern __shared__ uint8_t tile[];     // [planes][value_dims_pad][kPitch]
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t tiles = s.keys_pad / kSumKeys;
   const int64_t head = blockIdx.x / tiles, key_base = (blockIdx.x % tiles) * kSumKeys;
-  const int64_t batch = head / problem.kv_heads, kv_head = head % problem.kv_heads;
   const View& x = problem.v;
-  const bool vector = is_vector_view(x);
+  const int64_t base = head / problem.kv_heads * x.stride_batch + head % problem.kv_heads * x.stride_head;
 
   int least = INT32_MAX, greatest = INT32_MIN;
   bool any_special = false;
-  for (int k = warp; k < kSumKeys; k += kWarps) {
-    const int64_t key = key_base + k;
-    int32_t q[kLaneDims] = {};
-    int e = kZeroRow;
-    bool special = false;
-    if (key < s.keys) {
-      float raw[kLaneDims];
-      load_row(x, batch * x.stride_batch + kv_head * x.stride_head + (problem.mask.kv_lo + key) * x.stride_row, s.dims, vector,
-               lane, raw);
-      double row[kLaneDims];
-      bool nonzero = false;
+  for (int word = warp; word < kSumKeys / 4; word += kWarps) {
+    float raw[4][SLOTS];
+    int32_t q[4][SLOTS];
+    const int64_t first = key_base + word / 4 * 16 + word % 4 * 2;
 #pragma unroll
-      for (int c = 0; c < kLaneDims; ++c) {
-        const bool finite = is_finite(raw[c]);
-        special = special || !finite;
-        row[c] = finite ? static_cast<double>(raw[c]) : 0.0;  // section 7: the exponent is taken over the finite elements
-        nonzero = nonzero || row[c] != 0.0;
-      }
-      const int exponent = quantise_row(row, problem.precision.operand_bits, q);
-      if (__any_sync(kFullWarp, nonzero)) {
-        e = exponent;
-        least = min(least, e);
-        greatest = max(greatest, e);
+    for (int i = 0; i < 4; ++i) {  // value_slot(key) is 4 * word + i
+      const int64_t key = first + (i & 1) + (i >> 1) * 8, offset = base + (problem.mask.kv_lo + key) * x.stride_row;
+#pragma unroll
+      for (int c = 0; c < SLOTS; ++c) {
+        raw[i][c] =
+            key < s.keys && 32 * c + lane < s.dims ? load_element(x.data, offset + 32 * c + lane, x.dtype) : 0.0f;
       }
     }
-    special = __any_sync(kFullWarp, special);
-    any_special = any_special || special;
-    if (lane == 0) {
-      out.value_shift[head * s.keys_pad + key] = e;
-      out.special_key[head * s.keys_pad + key] = special;
-    }
-    const int slot = (k & ~15) + value_slot(k & 15);
 #pragma unroll
-    for (int c = 0; c < kLaneDims; ++c) {
-      const int d = dim_of_slot(lane, c);
+    for (int i = 0; i < 4; ++i) {
+      const int64_t key = first + (i & 1) + (i >> 1) * 8;
+      bool special;
+      const int e = quantise_value_row(raw[i], problem.precision.operand_bits, q[i], special);
+      any_special = any_special || special;
+      if (e != kZeroRow) least = min(least, e), greatest = max(greatest, e);
+      if (lane == 0) {
+        out.value_exponent[head * s.keys_pad + key] = e;
+        out.special_key[head * s.keys_pad + key] = special;
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < SLOTS; ++c) {
+      const int d = 32 * c + lane;
       if (d >= s.value_dims_pad) continue;
-      for (int p = 0; p < s.planes; ++p) {
-        tile[(p * s.value_dims_pad + d) * kPitch + slot] = static_cast<uint8_t>(q[c] >> (8 * p));
-      }
+      const uint32_t four[4] = {static_cast<uint32_t>(q[0][c]), static_cast<uint32_t>(q[1][c]),
+                                static_cast<uint32_t>(q[2][c]), static_cast<uint32_t>(q[3][c])};
+      uint32_t bytes[4];
+      byte_planes(four, bytes);
+#pragma unroll
+      for (int p = 0; p < 3; ++p)
+        if (p < s.planes)
+          *reinterpret_cast<uint32_t*>(tile + (p * s.value_dims_pad + d) * kPitch + 4 * word) = bytes[p];
     }
   }
   if (lane == 0 && least != INT32_MAX) {
@@ -189,9 +232,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) value_planes_kernel(Problem
   // Out in the order of memory: word w of a plane's tile is 4 keys of one dim.
   const int words = s.value_dims_pad * kSumKeys / 4;
   for (int p = 0; p < s.planes; ++p) {
-    auto* to = reinterpret_cast<uint32_t*>(out.value + ((head * s.planes + p) * tiles + key_base / kSumKeys) * s.value_dims_pad * kSumKeys);
-    for (int w = threadIdx.x; w < words; w += blockDim.x) {
-      const int word = w & 3, dim_in_8 = (w >> 2) & 7, chunk = (w >> 5) % (kSumKeys / 16), dim = (w >> 5) / (kSumKeys / 16) * 8 + dim_in_8;
+    auto* to = reinterpret_cast<uint32_t*>(out.value + ((head * s.planes + p) * tiles + key_base / kSumKeys) *
+                                                           s.value_dims_pad * kSumKeys);
+    for (int w = threadIdx.x; w < words; w += kThreads) {
+      const int word = w & 3, dim_in_8 = (w >> 2) & 7, chunk = (w >> 5) % (kSumKeys / 16),
+                dim = (w >> 5) / (kSumKeys / 16) * 8 + dim_in_8;
       to[w] = *reinterpret_cast<const uint32_t*>(tile + (p * s.value_dims_pad + dim) * kPitch + chunk * 16 + word * 4);
     }
   }
@@ -200,8 +245,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) value_planes_kernel(Problem
 __global__ void value_shift_kernel(Prepared out, int64_t keys_pad, int64_t count) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= count) return;
-  const int32_t e = out.value_shift[i];
-  out.value_shift[i] = e == kZeroRow ? 0 : e - out.value_range[2 * (i / keys_pad)];
+  const int32_t e = out.value_exponent[i];
+  // keys_pad is a multiple of 16, so the slot is that of the key in its head. At most 128 + 126: a byte.
+  out.value_shift[(i & ~int64_t(15)) + value_slot(i & 15)] =
+      static_cast<uint8_t>(e == kZeroRow ? 0 : e - out.value_range[2 * (i / keys_pad)]);
 }
 
 __global__ void reset_values_kernel(Prepared out, int64_t heads) {
@@ -214,27 +261,44 @@ __global__ void reset_values_kernel(Prepared out, int64_t heads) {
 
 }  // namespace
 
+namespace {
+template <bool QUERY>
+void launch_row_planes(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
+  const unsigned grid = grid_of(s.heads * (QUERY ? s.rows_pad : s.keys_pad) / kWarps);
+  if (s.dims_pad <= 128) {
+    row_planes_kernel<QUERY, 4><<<grid, kThreads, 0, stream_of(ctx)>>>(problem, s, out);
+  } else {
+    row_planes_kernel<QUERY, 8><<<grid, kThreads, 0, stream_of(ctx)>>>(problem, s, out);
+  }
+  check_launch("row_planes_kernel");
+}
+
+template <int SLOTS>
+void launch_value_planes(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
+  const int bytes = s.planes * s.value_dims_pad * (kSumKeys + 4);
+  allow_shared(value_planes_kernel<SLOTS>, bytes);
+  value_planes_kernel<SLOTS>
+      <<<grid_of(s.heads * (s.keys_pad / kSumKeys)), kThreads, bytes, stream_of(ctx)>>>(problem, s, out);
+  check_launch("value_planes_kernel");
+}
+}  // namespace
+
 void prepare_queries(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
-  const int64_t blocks = (s.heads * s.rows_pad + kWarps - 1) / kWarps;
-  row_planes_kernel<true><<<grid_of(blocks), kWarps * kWarpSize, 0, stream_of(ctx)>>>(problem, s, out);
-  check_launch("row_planes_kernel<query>");
+  launch_row_planes<true>(ctx, problem, s, out);
 }
 
 void prepare_keys(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
-  const int64_t blocks = (s.heads * s.keys_pad + kWarps - 1) / kWarps;
-  if (blocks == 0) return;
-  row_planes_kernel<false><<<grid_of(blocks), kWarps * kWarpSize, 0, stream_of(ctx)>>>(problem, s, out);
-  check_launch("row_planes_kernel<key>");
+  if (s.keys_pad != 0) launch_row_planes<false>(ctx, problem, s, out);
 }
 
 void prepare_values(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
-  reset_values_kernel<<<grid_of((s.heads + 255) / 256), 256, 0, stream_of(ctx)>>>(out, s.heads);
+  reset_values_kernel<<<grid_of(ceil_div(s.heads, 256)), 256, 0, stream_of(ctx)>>>(out, s.heads);
   check_launch("reset_values_kernel");
   if (s.keys_pad == 0) return;
-  const int bytes = s.planes * s.value_dims_pad * (kSumKeys + 4);
-  allow_shared(value_planes_kernel, bytes);
-  value_planes_kernel<<<grid_of(s.heads * (s.keys_pad / kSumKeys)), kWarps * kWarpSize, bytes, stream_of(ctx)>>>(problem, s, out);
-  check_launch("value_planes_kernel");
+  if (s.value_dims_pad <= 128)
+    launch_value_planes<4>(ctx, problem, s, out);
+  else
+    launch_value_planes<8>(ctx, problem, s, out);
   const int64_t count = s.heads * s.keys_pad;
   value_shift_kernel<<<grid_of(ceil_div(count, 256)), 256, 0, stream_of(ctx)>>>(out, s.keys_pad, count);
   check_launch("value_shift_kernel");

@@ -1,25 +1,25 @@
 // Scores stage, the part every tensor-core path shares: digit accumulators -> S -> distances from a block maximum
 // (docs/contract.md sections 2, 3). Works on C fragments, so mma.sync and wgmma meet here.
 //
-// S travels to the sums kernel as a distance: for each 16 x 32 block a row keeps the maximum of its 32 scores (int64) and
-// each pair keeps how far it lies below, in 32 bits. Since M is at least the block maximum, a distance of 2^29 or more
-// means W = 0 whatever M is, so anything from 2^29 up may be stored in its place.
+// S travels to the sums kernel as a distance: for each 16 x 32 block a row keeps the maximum of its 32 scores (int64)
+// and each pair keeps how far it lies below, in 32 bits. Since M is at least the block maximum, a distance of 2^29 or
+// more means W = 0 whatever M is, so anything from 2^29 up may be stored in its place.
 #pragma once
 
 #include "planes.cuh"
 
 namespace det_attn::cuda {
 
-constexpr uint32_t kFarDistance = 1u << 29;             // = kZeroWeightDistance
-constexpr int64_t kNoScore = -(int64_t(1) << 60);       // a masked pair: below every score
-constexpr int64_t kPoisonedScore = int64_t(1) << 60;    // an attended pair with a non-finite row: above every score
+constexpr uint32_t kFarDistance = 1u << 29;           // = kZeroWeightDistance
+constexpr int64_t kNoScore = -(int64_t(1) << 60);     // a masked pair: below every score
+constexpr int64_t kPoisonedScore = int64_t(1) << 60;  // an attended pair with a non-finite row: above every score
 
-// Distances of one chunk of row tiles. Block (row16, key32) is 4 x 32 uint4: word i of lane l are that lane's four bytes
-// of A register i, see value_slot().
+// Distances of one chunk of row tiles. Block (row16, key32) is 4 x 32 uint4: word i of lane l are that lane's four
+// bytes of A register i, see value_slot().
 struct Distances {
-  uint4* distance;       // [row16][key32][4][32]
-  int64_t* block_max;    // [row16][key32][16]
-  int64_t key_blocks;    // key32 blocks a row
+  uint4* distance;     // [row16][key32][4][32]
+  int64_t* block_max;  // [row16][key32][16]
+  int64_t key_blocks;  // key32 blocks a row
 };
 
 struct ScoresArgs {
@@ -28,14 +28,14 @@ struct ScoresArgs {
   Distances distances;  // distance == nullptr: row maxima only
   Mask mask;
   int64_t q_len;
-  int64_t first_tile;   // row tiles of kRowPad rows, counted over all heads; distances are indexed from here
+  int64_t first_tile;  // row tiles of kRowPad rows, counted over all heads; distances are indexed from here
 };
 
 // ---- from digit groups to the dot product ----
 // A dot product arrives as int32 digit groups of one 16 x 32 block of C fragments, [8-key block][fragment element]:
 //   I * 2^(8 * (6 - 2 * planes)) = hi * 2^24 + mid * 2^16 + lo
-// Three planes: hi = p4 * 2^8 + p3, mid = p2, lo = p1 * 2^8 + p0 as unsigned. Two planes: hi = p2 * 2^8 + p1, mid = p0, no
-// lo; I is then 2^16 times too large, which the shift r of 24-bit operands takes back exactly (it is 16 more).
+// Three planes: hi = p4 * 2^8 + p3, mid = p2, lo = p1 * 2^8 + p0 as unsigned. Two planes: hi = p2 * 2^8 + p1, mid = p0,
+// no lo; I is then 2^16 times too large, which the shift r of 24-bit operands takes back exactly (it is 16 more).
 //   |p4 * 2^8 + p3| <= dims * (128*128*256 + 2*128*255) < 2^31 for dims <= 256
 //   p1 * 2^8 + p0   <= dims * (2*255*255*256 + 255*255)  < 2^32 for dims <= 128; wider rows keep p1 and p0 apart
 static_assert(int64_t(kMaxHeadDim) * (128 * 128 * 256 + 2 * 128 * 255) < (int64_t(1) << 31), "hi must fit an int32");
@@ -56,14 +56,16 @@ __device__ __forceinline__ int64_t dot_of(const Acc& acc, int n, int i) {
   return dot;
 }
 
-// floor(I / 2^(r - 1)) in 32 bits, for r in [17, 24] and a result that fits. I = 2^16 * (hi * 2^8 + mid') + lo' with lo' in
-// [0, 2^16) cannot reach past the floor; then y = hi * 2^8 + mid' is taken as hi' * 2^8 + m' with m' in [0, 2^8).
+// floor(I / 2^(r - 1)) in 32 bits, for r in [17, 24] and a result that fits. I = 2^16 * (hi * 2^8 + mid') + lo' with
+// lo' in [0, 2^16) cannot reach past the floor; then y = hi * 2^8 + mid' is taken as hi' * 2^8 + m' with m' in [0,
+// 2^8).
 template <int PLANES, bool WIDE, class Acc>
 __device__ __forceinline__ int32_t half_score(const Acc& acc, int n, int i, int r_plus_7) {
   int32_t mid = acc(kGroupMid, n, i);
   if constexpr (PLANES == 3) {
     if constexpr (WIDE) {
-      mid += static_cast<int32_t>((static_cast<uint32_t>(acc(kGroupLo, n, i)) + (static_cast<uint32_t>(acc(kGroupLowest, n, i)) >> 8)) >> 8);
+      mid += static_cast<int32_t>(
+          (static_cast<uint32_t>(acc(kGroupLo, n, i)) + (static_cast<uint32_t>(acc(kGroupLowest, n, i)) >> 8)) >> 8);
     } else {
       mid += static_cast<int32_t>(static_cast<uint32_t>(acc(kGroupLo, n, i)) >> 16);
     }
@@ -105,7 +107,8 @@ __device__ __forceinline__ WarpRows load_rows(const ScoresArgs& args, int64_t he
 }
 
 // Attended keys of the CTA's rows end here (relative to kv_lo). All threads call it; `shared` is one int.
-__device__ __forceinline__ int end_of_rows(const Mask& mask, const Shape& s, int64_t q_len, int64_t row_base, int rows, int* shared) {
+__device__ __forceinline__ int end_of_rows(const Mask& mask, const Shape& s, int64_t q_len, int64_t row_base, int rows,
+                                           int* shared) {
   if (threadIdx.x == 0) *shared = 0;
   __syncthreads();
   for (int r = threadIdx.x; r < rows; r += blockDim.x) {
@@ -128,7 +131,8 @@ __device__ __forceinline__ void publish_rowmax(int64_t* rowmax, int64_t m) {
 // Where a thread's row maximum starts: nothing seen, or M itself if it is given.
 template <bool GIVEN>
 __device__ __forceinline__ int64_t start_of_rowmax(const ScoresArgs& args, int64_t head, int64_t row) {
-  if constexpr (GIVEN) return max(min(args.prepared.rowmax[head * args.shape.rows_pad + row], kPoisonedScore), kNoScore);
+  if constexpr (GIVEN)
+    return max(min(args.prepared.rowmax[head * args.shape.rows_pad + row], kPoisonedScore), kNoScore);
   return kNoScore;
 }
 
@@ -146,17 +150,18 @@ __device__ __forceinline__ uint32_t clamp_distance(int64_t below) {
 
 // Where a block's results go, and what is known of its keys.
 struct Block {
-  uint4* distance;       // nullptr: row maxima only
+  uint4* distance;  // nullptr: row maxima only
   int64_t* block_max;
   const int* key_exponent;  // 32, shared memory
-  int key_base;          // first key, relative to kv_lo
-  bool masked;           // some pair may be masked
+  int key_base;             // first key, relative to kv_lo
+  bool masked;              // some pair may be masked
 };
 
-__device__ __forceinline__ Block block_at(const Distances& d, int64_t row16, int key_base, const int* key_exponent, bool masked) {
+__device__ __forceinline__ Block block_at(const Distances& d, int64_t row16, int key_base, const int* key_exponent,
+                                          bool masked) {
   const int64_t block = row16 * d.key_blocks + key_base / kBlockKeys;
-  return {d.distance == nullptr ? nullptr : d.distance + block * 4 * kWarpSize, d.block_max + block * kBlockRows, key_exponent,
-          key_base, masked};
+  return {d.distance == nullptr ? nullptr : d.distance + block * 4 * kWarpSize, d.block_max + block * kBlockRows,
+          key_exponent, key_base, masked};
 }
 
 struct Dots {
@@ -201,11 +206,11 @@ __device__ __noinline__ void finish_block_careful(const Dots dots, const BlockRo
                    clamp_distance(top[h] - s[n + 1][2 * h]), clamp_distance(top[h] - s[n + 1][2 * h + 1]));
   }
 }
-// One 16 x 32 block. acc(group, n, i) are its digit groups. Folds the two rows' maxima into row_max (a thread's own; the
-// quad is combined at the end), or, if GIVEN, row_max is M and distances are taken from it.
+// One 16 x 32 block. acc(group, n, i) are its digit groups. Folds the two rows' maxima into row_max (a thread's own;
+// the quad is combined at the end), or, if GIVEN, row_max is M and distances are taken from it.
 template <int PLANES, bool WIDE, bool GIVEN, class Acc>
-__device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& warp, const BlockRows& rows, const Block& block, int lane,
-                                             int64_t (&row_max)[2]) {
+__device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& warp, const BlockRows& rows,
+                                             const Block& block, int lane, int64_t (&row_max)[2]) {
   // The shortcut: every shift r of the tile in [17, 24], and |I| < 2^(r + 30) for every pair, so scores fit 31 bits.
   // |I| < (|hi| + 2^17) * 2^24 since |mid| * 2^16 + lo < 2^41; |hi| <= 2^(r_min + 5) is enough as r_min + 5 > 17.
   const int ek_max = __reduce_max_sync(kFullWarp, block.key_exponent[lane]);
@@ -234,12 +239,14 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
 
   constexpr int32_t kNone = INT32_MIN;  // a masked pair; scores of this path are above -2^30
   int32_t s[4][4], top[2] = {kNone, kNone};
-  const int shift[2] = {score_shift(rows.exponent[0], 0, kHighest.operand_bits) + 7, score_shift(rows.exponent[1], 0, kHighest.operand_bits) + 7};
+  const int shift[2] = {score_shift(rows.exponent[0], 0, kHighest.operand_bits) + 7,
+                        score_shift(rows.exponent[1], 0, kHighest.operand_bits) + 7};
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const int2 ek = *reinterpret_cast<const int2*>(block.key_exponent + n * 8 + (lane % 4) * 2);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = (half_score<PLANES, WIDE>(acc, n, i, shift[i >> 1] - (i & 1 ? ek.y : ek.x)) + 1) >> 1;
+    for (int i = 0; i < 4; ++i)
+      s[n][i] = (half_score<PLANES, WIDE>(acc, n, i, shift[i >> 1] - (i & 1 ? ek.y : ek.x)) + 1) >> 1;
   }
   if (block.masked) {
 #pragma unroll
@@ -255,31 +262,34 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int h = i & 1, n = (i >> 1) * 2;
-      const auto below = [&](int32_t score) { return score == kNone ? kFarDistance : clamp_distance(row_max[h] - score); };
+      const auto below = [&](int32_t score) {
+        return score == kNone ? kFarDistance : clamp_distance(row_max[h] - score);
+      };
       block.distance[i * kWarpSize + lane] =
           make_uint4(below(s[n][2 * h]), below(s[n][2 * h + 1]), below(s[n + 1][2 * h]), below(s[n + 1][2 * h + 1]));
     }
   } else {
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    top[0] = max(top[0], max(s[n][0], s[n][1]));
-    top[1] = max(top[1], max(s[n][2], s[n][3]));
-  }
+    for (int n = 0; n < 4; ++n) {
+      top[0] = max(top[0], max(s[n][0], s[n][1]));
+      top[1] = max(top[1], max(s[n][2], s[n][3]));
+    }
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    top[h] = max_over_quad(top[h]);
-    const int64_t wide = top[h] == kNone ? kNoScore : static_cast<int64_t>(top[h]);
-    row_max[h] = max(row_max[h], wide);
-    if (block.distance != nullptr && lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = wide;
-  }
-  if (block.distance == nullptr) return;
+    for (int h = 0; h < 2; ++h) {
+      top[h] = max_over_quad(top[h]);
+      const int64_t wide = top[h] == kNone ? kNoScore : static_cast<int64_t>(top[h]);
+      row_max[h] = max(row_max[h], wide);
+      if (block.distance != nullptr && lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = wide;
+    }
+    if (block.distance == nullptr) return;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    // Below 2^32: top < 2^30 and s > -2^30 or kNone. A masked pair is at least 2^30 below a real maximum.
-    const int h = i & 1, n = (i >> 1) * 2;
-    const uint32_t t = static_cast<uint32_t>(top[h]);
-    block.distance[i * kWarpSize + lane] = make_uint4(t - s[n][2 * h], t - s[n][2 * h + 1], t - s[n + 1][2 * h], t - s[n + 1][2 * h + 1]);
-  }
+    for (int i = 0; i < 4; ++i) {
+      // Below 2^32: top < 2^30 and s > -2^30 or kNone. A masked pair is at least 2^30 below a real maximum.
+      const int h = i & 1, n = (i >> 1) * 2;
+      const uint32_t t = static_cast<uint32_t>(top[h]);
+      block.distance[i * kWarpSize + lane] =
+          make_uint4(t - s[n][2 * h], t - s[n][2 * h + 1], t - s[n + 1][2 * h], t - s[n + 1][2 * h + 1]);
+    }
   }
 }
 

@@ -27,11 +27,13 @@ __device__ __forceinline__ void copy_bytes(uint32_t shared, const uint8_t* globa
 
 // One product of two planes over the whole inner dimension, for a 32 x 32 warp tile, added into c.
 template <bool A_SIGNED, bool B_SIGNED>
-__device__ __forceinline__ void plane_step(int32_t (&c)[2][4][4], const uint32_t (&a)[2][4], const uint32_t (&b)[2][4]) {
+__device__ __forceinline__ void plane_step(int32_t (&c)[2][4][4], const uint32_t (&a)[2][4],
+                                           const uint32_t (&b)[2][4]) {
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int n = 0; n < 4; ++n) mma_bytes<A_SIGNED, B_SIGNED>(c[m][n], a[m], b[n / 2][(n & 1) * 2], b[n / 2][(n & 1) * 2 + 1]);
+    for (int n = 0; n < 4; ++n)
+      mma_bytes<A_SIGNED, B_SIGNED>(c[m][n], a[m], b[n / 2][(n & 1) * 2], b[n / 2][(n & 1) * 2 + 1]);
 }
 
 __device__ __forceinline__ void shift_byte(int32_t (&c)[2][4][4]) {
@@ -59,8 +61,9 @@ struct Fragments {
   }
 };
 
-// The exact dot products of a 32 x 32 warp tile as int32 digit groups: acc[0] = hi, acc[1] = mid (3 planes) or lo (2 planes),
-// acc[2] = lo (3 planes), acc[3] = p0 when WIDE keeps lo's two positions apart. See dot_highest() and dot_high().
+// The exact dot products of a 32 x 32 warp tile as int32 digit groups: acc[0] = hi, acc[1] = mid (3 planes) or lo (2
+// planes), acc[2] = lo (3 planes), acc[3] = p0 when WIDE keeps lo's two positions apart. See dot_highest() and
+// dot_high().
 template <int PLANES, bool WIDE, int GROUPS>
 __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][2][4][4], const Fragments& f, int steps) {
   constexpr int kTop = PLANES - 1;
@@ -135,7 +138,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   const int64_t warp_row = row_base + warp_m * kScoreWarpTile;
 
   const int slab_begin = blockIdx.y * kScoreSlab;
-  const int slab_end = min(end_of_rows(args.mask, s, args.q_len, row_base, kRows, &shared_end), slab_begin + kScoreSlab);
+  const int slab_end =
+      min(end_of_rows(args.mask, s, args.q_len, row_base, kRows, &shared_end), slab_begin + kScoreSlab);
   if (slab_begin >= slab_end) return;
   // Whole steps of the sums kernel, which reads every block of a step it enters.
   const int tiles = (slab_end - slab_begin + kSumKeys - 1) / kSumKeys * (kSumKeys / kKeys);
@@ -152,13 +156,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
     const int stage = t % kStages;
     const int64_t base = slab_begin + t * kKeys;
     for (int p = 0; p < kPlanes; ++p) {
-      copy_bytes<Tile::kThreads>(key_shared + (stage * kPlanes + p) * kKeys * s.dims_pad, key + (p * s.keys_pad + base) * s.dims_pad,
-                                 kKeys * s.dims_pad);
+      copy_bytes<Tile::kThreads>(key_shared + (stage * kPlanes + p) * kKeys * s.dims_pad,
+                                 key + (p * s.keys_pad + base) * s.dims_pad, kKeys * s.dims_pad);
     }
-    copy_bytes<Tile::kThreads>(shared_address(key_exponents[stage]), reinterpret_cast<const uint8_t*>(exponents + base), kKeys * 4);
+    copy_bytes<Tile::kThreads>(shared_address(key_exponents[stage]), reinterpret_cast<const uint8_t*>(exponents + base),
+                               kKeys * 4);
   };
   for (int p = 0; p < kPlanes; ++p) {
-    copy_bytes<Tile::kThreads>(query_shared + p * kRows * s.dims_pad, query + p * s.rows_pad * s.dims_pad, kRows * s.dims_pad);
+    copy_bytes<Tile::kThreads>(query_shared + p * kRows * s.dims_pad, query + p * s.rows_pad * s.dims_pad,
+                               kRows * s.dims_pad);
   }
   load_keys(0);
   commit_copies();
@@ -169,14 +175,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   f.b_plane = kKeys * s.dims_pad;
   f.sixteen_rows = 16 * s.dims_pad;
   // A: matrices are (rows 0-7, 8-15) x (bytes 0-15, 16-31), rows first. B: bytes first, then the next 8 keys.
-  f.a = query_shared + warp_m * kScoreWarpTile * s.dims_pad + (matrix & 1) * 8 * s.dims_pad + (matrix >> 1) * 128 + matrix_row * 16;
-  const uint32_t b_lane = warp_n * kScoreWarpTile * s.dims_pad + (matrix >> 1) * 8 * s.dims_pad + (matrix & 1) * 128 + matrix_row * 16;
+  f.a = query_shared + warp_m * kScoreWarpTile * s.dims_pad + (matrix & 1) * 8 * s.dims_pad + (matrix >> 1) * 128 +
+        matrix_row * 16;
+  const uint32_t b_lane =
+      warp_n * kScoreWarpTile * s.dims_pad + (matrix >> 1) * 8 * s.dims_pad + (matrix & 1) * 128 + matrix_row * 16;
 
   int64_t row_max[2][2];
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) row_max[m][h] = start_of_rowmax<GIVEN>(args, head, warp_row + m * 16 + h * 8 + lane / 4);
+    for (int h = 0; h < 2; ++h)
+      row_max[m][h] = start_of_rowmax<GIVEN>(args, head, warp_row + m * 16 + h * 8 + lane / 4);
   for (int t = 0; t < tiles; ++t) {
     if constexpr (kStages > 1) {
       if (t + 1 < tiles) load_keys(t + 1);
@@ -189,16 +198,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
     const int stage = t % kStages;
     f.b = key_shared + stage * kPlanes * kKeys * s.dims_pad + b_lane;
     int32_t acc[kGroups][2][4][4] = {};
-    dot_tile<kPlanes, WIDE>(acc, f, s.dims_pad / 32);
+    if (warp_row < s.rows) dot_tile<kPlanes, WIDE>(acc, f, s.dims_pad / 32);
 
     const int key_base = slab_begin + t * kKeys + warp_n * kScoreWarpTile;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const int64_t row16 = (tile - args.first_tile) * (kRowPad / 16) + (warp_row % kRowPad) / 16 + m;
+      if (warp_row + m * 16 >= s.rows) break;  // padding rows have no block
+      const int64_t row16 = (tile - args.first_tile) * s.tile_blocks + (warp_row % kRowPad) / 16 + m;
       const Block block = block_at(args.distances, row16, key_base, key_exponents[stage] + warp_n * kScoreWarpTile,
                                    key_base + kBlockKeys > warp_rows.end_min);
-      finish_block<kPlanes, WIDE, GIVEN>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows[m], block, lane,
-                                         row_max[m]);
+      finish_block<kPlanes, WIDE, GIVEN>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows[m],
+                                         block, lane, row_max[m]);
     }
     __syncthreads();
     if constexpr (kStages == 1) {

@@ -1,10 +1,7 @@
-// Scores kernel on wgmma (sm_90a): the same stage, arguments and results as scores_mma.cuh. Two warpgroups of 64 rows keep
-// their query planes in shared memory and walk a slab of keys that bulk copies bring in ahead of them; while one
+// Scores kernel on wgmma (sm_90a): the same stage, arguments and results as scores_mma.cuh. Two warpgroups of 64 rows
+// keep their query planes in shared memory and walk a slab of keys that bulk copies bring in ahead of them; while one
 // warpgroup turns dots into scores, the other has the tensor cores.
 #pragma once
-#ifndef DET_CTAS
-#define DET_CTAS (kDimsPad > 128 ? 1 : 2)
-#endif
 
 #include "scores.cuh"
 #include "wgmma.cuh"
@@ -16,7 +13,8 @@ template <int PLANES, int STEPS, int STAGES>
 struct ScoresWgmmaTile {
   static constexpr int kPlanes = PLANES, kSteps = STEPS, kStages = STAGES, kDimsPad = STEPS * kDimPad;
   static constexpr bool kWide = PLANES == 3 && kDimsPad > 128;
-  static constexpr int kCtas = DET_CTAS;
+  // Per multiprocessor: two where the digit groups leave the registers for it.
+  static constexpr int kCtas = PLANES == 2 && kDimsPad <= 128 ? 2 : 1;
   static constexpr int kRows = 128, kKeys = 64, kGroupRows = 64;
   static constexpr int kThreads = kRows / kGroupRows * kWarpgroup;
   static constexpr int kSharedBytes = PLANES * (kRows + STAGES * kKeys) * kDimsPad;
@@ -33,7 +31,8 @@ template <int STEPS, bool A_SIGNED, bool B_SIGNED>
 __device__ __forceinline__ void plane_product(int32_t (&c)[8][4], const Operands& o, int a_plane, int b_plane) {
   const uint64_t a = o.a + a_plane * o.a_plane, b = o.b + b_plane * o.b_plane;
 #pragma unroll
-  for (int step = 0; step < STEPS; ++step) wgmma_bytes<A_SIGNED, B_SIGNED>(c, a + step * kOperandStep, b + step * kOperandStep);
+  for (int step = 0; step < STEPS; ++step)
+    wgmma_bytes<A_SIGNED, B_SIGNED>(c, a + step * kOperandStep, b + step * kOperandStep);
 }
 
 __device__ __forceinline__ void shift_byte(int32_t (&c)[8][4]) {
@@ -86,7 +85,8 @@ __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][8][4], const Ope
 }  // namespace scores_wgmma
 
 template <class Tile, bool GIVEN>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas) scores_wgmma_kernel(const __grid_constant__ ScoresArgs args) {
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
+    scores_wgmma_kernel(const __grid_constant__ ScoresArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using namespace scores_wgmma;
   constexpr int kPlanes = Tile::kPlanes, kKeys = Tile::kKeys, kStages = Tile::kStages;
@@ -97,54 +97,66 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas) scores_wgmma_kern
   __shared__ int shared_end;
 
   const Shape& s = args.shape;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroup / kWarpSize, group = threadIdx.x / kWarpgroup;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroup / kWarpSize,
+            group = threadIdx.x / kWarpgroup;
   const int64_t tile = args.first_tile + blockIdx.x;
   const int64_t head = tile / (s.rows_pad / kRowPad), row_base = tile % (s.rows_pad / kRowPad) * kRowPad;
   const int64_t warp_row = row_base + group * Tile::kGroupRows + warp * kBlockRows;
   const int slab_begin = blockIdx.y * kScoreSlab;
-  const int slab_end = min(end_of_rows(args.mask, s, args.q_len, row_base, Tile::kRows, &shared_end), slab_begin + kScoreSlab);
+  const int slab_end =
+      min(end_of_rows(args.mask, s, args.q_len, row_base, Tile::kRows, &shared_end), slab_begin + kScoreSlab);
   if (slab_begin >= slab_end) return;
   const int tiles = (slab_end - slab_begin + kKeys - 1) / kKeys;
   static_assert(kKeys == kSumKeys, "a whole step of the sums kernel is written");
 
+  // A warpgroup of padding rows leaves, after the barriers are set.
+  const int groups = s.rows - row_base > Tile::kGroupRows ? 2 : 1;
+
   // ---- copies: query planes once, key tiles kStages deep ----
-  const uint32_t query_shared = shared_address(shared), key_shared = query_shared + kPlanes * Tile::kRows * Tile::kDimsPad;
+  const uint32_t query_shared = shared_address(shared),
+                 key_shared = query_shared + kPlanes * Tile::kRows * Tile::kDimsPad;
   constexpr int key_plane = kKeys * Tile::kDimsPad, query_plane = Tile::kRows * Tile::kDimsPad;
   auto load_keys = [&](int t) {
     const int stage = t % kStages;
     const int64_t key = slab_begin + t * kKeys;
     barrier_expect(&ready[stage], kPlanes * key_plane + kKeys * 4);
     for (int p = 0; p < kPlanes; ++p) {
-      copy_bulk(key_shared + (stage * kPlanes + p) * key_plane, args.prepared.key + ((head * kPlanes + p) * s.keys_pad + key) * Tile::kDimsPad,
-                key_plane, &ready[stage]);
+      copy_bulk(key_shared + (stage * kPlanes + p) * key_plane,
+                args.prepared.key + ((head * kPlanes + p) * s.keys_pad + key) * Tile::kDimsPad, key_plane,
+                &ready[stage]);
     }
-    copy_bulk(shared_address(key_exponents[stage]), args.prepared.key_exponent + head * s.keys_pad + key, kKeys * 4, &ready[stage]);
+    copy_bulk(shared_address(key_exponents[stage]), args.prepared.key_exponent + head * s.keys_pad + key, kKeys * 4,
+              &ready[stage]);
   };
   if (threadIdx.x == 0) {
     barrier_init(&query_ready, 1);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&ready[i], 1);
-      barrier_init(&free_again[i], Tile::kThreads / kWarpSize);
+      barrier_init(&free_again[i], groups * kWarpgroup);
     }
     barrier_init_fence();
     barrier_expect(&query_ready, kPlanes * query_plane);
     for (int p = 0; p < kPlanes; ++p) {
-      copy_bulk(query_shared + p * query_plane, args.prepared.query + ((head * kPlanes + p) * s.rows_pad + row_base) * Tile::kDimsPad,
-                query_plane, &query_ready);
+      copy_bulk(query_shared + p * query_plane,
+                args.prepared.query + ((head * kPlanes + p) * s.rows_pad + row_base) * Tile::kDimsPad, query_plane,
+                &query_ready);
     }
     for (int t = 0; t < min(kStages - 1, tiles); ++t) load_keys(t);
   }
   BlockRows rows[1];
   const WarpRows warp_rows = load_rows<kBlockRows>(args, head, warp_row, lane, rows);
-  int64_t row_max[2] = {start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4), start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4 + 8)};
+  int64_t row_max[2] = {start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4),
+                        start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4 + 8)};
   __syncthreads();
+  if (group >= groups) return;
   barrier_wait(&query_ready, 0);
 
   Operands o;
   o.a = operand(query_shared + group * Tile::kGroupRows * Tile::kDimsPad, 8 * Tile::kDimsPad);
   o.a_plane = query_plane >> 4;
   o.b_plane = key_plane >> 4;
-  const int64_t row16 = (tile - args.first_tile) * (kRowPad / 16) + (warp_row - row_base) / 16;
+  const bool real = warp_row < s.rows;  // padding rows have no block
+  const int64_t row16 = (tile - args.first_tile) * s.tile_blocks + (warp_row - row_base) / 16;
   for (int t = 0; t < tiles; ++t) {
     const int stage = t % kStages;
     const int ahead = t + kStages - 1;
@@ -159,19 +171,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas) scores_wgmma_kern
     dot_tile<kPlanes, kWide, Tile::kSteps>(acc, o);
 #pragma unroll
     for (int half = 0; half < kKeys / kBlockKeys; ++half) {
+      if (!real) continue;
       const int key_base = slab_begin + t * kKeys + half * kBlockKeys;
       const Block block = block_at(args.distances, row16, key_base, key_exponents[stage] + half * kBlockKeys,
                                    key_base + kBlockKeys > warp_rows.end_min);
-      finish_block<kPlanes, kWide, GIVEN>([&](int g, int n, int i) { return acc[g][half * 4 + n][i]; }, warp_rows, rows[0], block, lane,
-                                         row_max);
+      finish_block<kPlanes, kWide, GIVEN>([&](int g, int n, int i) { return acc[g][half * 4 + n][i]; }, warp_rows,
+                                          rows[0], block, lane, row_max);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&free_again[stage]);  // after the exponents were read
+    barrier_arrive(&free_again[stage]);  // after the exponents were read
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int64_t top = max_over_quad(row_max[h]);
-    if (lane % 4 == 0) publish_rowmax<GIVEN>(args.prepared.rowmax + head * s.rows_pad + warp_row + h * 8 + lane / 4, top);
+    if (lane % 4 == 0)
+      publish_rowmax<GIVEN>(args.prepared.rowmax + head * s.rows_pad + warp_row + h * 8 + lane / 4, top);
   }
 #endif
 }

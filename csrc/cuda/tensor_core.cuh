@@ -13,6 +13,7 @@ void launch_scores_wgmma_highest(const Context&, const ScoresArgs&, int64_t tile
 void launch_scores_wgmma_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_sums_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_high(const Context&, const SumsArgs&, int64_t tiles);
+void launch_sums_wgmma_high(const Context&, const SumsArgs&, int64_t tiles);
 
 // ---- edges.cu: what is not a matrix product ----
 // Public rowmax [heads * rows] <-> prepared.rowmax.
@@ -20,8 +21,8 @@ void export_rowmax(const Context&, const Shape&, const Prepared&, double* rowmax
 void import_rowmax(const Context&, const Shape&, const Prepared&, const double* rowmax);
 // Rows of digits and den to the output. Rows are counted from `first_row` over heads * rows.
 void finalize_rows(const Context&, const SumsArgs&, int64_t first_row, int64_t count);
-// Section 7: the special counts of attended keys, into the output or (out.data == nullptr) into digit 11 of args.digits;
-// then poisoned rows, and the normal form.
+// Section 7: the special counts of attended keys, into the output or (out.data == nullptr) into digit 11 of
+// args.digits; then poisoned rows, and the normal form.
 void patch_specials(const Context&, const Problem&, const SumsArgs&);
 void finish_num(const Context&, const SumsArgs&);
 

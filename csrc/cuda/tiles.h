@@ -8,7 +8,8 @@ namespace det_attn::cuda {
 constexpr int kWarpSize = 32;
 
 // One mma.sync.m16n8k32: A is 16 x 32 bytes, B is 8 x 32 bytes. A "block" is the unit in which score distances travel
-// from the scores kernel to the sums kernel: 16 rows x 32 keys, the C fragments of one and the A fragments of the other.
+// from the scores kernel to the sums kernel: 16 rows x 32 keys, the C fragments of one and the A fragments of the
+// other.
 constexpr int kBlockRows = 16;
 constexpr int kBlockKeys = 32;
 
@@ -23,7 +24,8 @@ constexpr int kScoreWarpTile = 32;  // 32 x 32 pairs a warp: 3 int32 accumulator
 constexpr int kScoreSlab = 1024;    // keys one CTA walks with its query planes resident
 
 // ---- sums kernel ----
-constexpr int kSumWarps = 8;
+constexpr int kSumWarps = 8;      // that multiply, two on each scheduler
+constexpr int kWeightWarps = 4;   // that form weights meanwhile, one on each scheduler
 constexpr int kSumWarpDims = 32;  // 16 rows x 32 dims x 7 digit positions are 112 accumulator registers
 constexpr int kSumKeys = 64;      // keys a step: two shared-memory stages still fit 99 KB parts
 
@@ -36,10 +38,12 @@ constexpr int64_t kFlushKeys = 8192;
 static_assert(kFlushKeys * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must survive until the flush");
 static_assert((kFlushKeys / kSumKeys & (kFlushKeys / kSumKeys - 1)) == 0, "flushes happen every power of two of steps");
 
-// Score distances of one chunk of query rows live in this much workspace, whatever Sq and Skv are: at 8192 keys two waves
-// of sums CTAs on 132 multiprocessors.
-constexpr int64_t kChunkBytes = int64_t(288) << 20;
-constexpr int64_t kChunkTiles = 66;         // so that the long accumulators of a chunk stay near 100 MB at 128 dims
-constexpr int64_t kLeastSplitKeys = 512;    // fewer keys a part and adding digits costs more than the products
+// Score distances of one chunk of query rows live in this much workspace, whatever Sq and Skv are. A chunk wants
+// several waves of sums CTAs, so that under a causal mask long and short rows even out: at 8192 keys these are two
+// waves of 64-row CTAs on 132 multiprocessors.
+constexpr int64_t kBlockBytes = kBlockRows * kBlockKeys * 4 + kBlockRows * 8;  // distances and block maxima
+constexpr int64_t kChunkBytes = int64_t(576) << 20;
+constexpr int64_t kChunkTiles = 132;      // so that the long accumulators of a chunk stay near 200 MB at 128 dims
+constexpr int64_t kLeastSplitKeys = 512;  // fewer keys a part and adding digits costs more than the products
 
 }  // namespace det_attn::cuda

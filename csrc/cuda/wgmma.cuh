@@ -1,4 +1,5 @@
-// The tensor-core and copy instructions of sm_90a: int8 wgmma from shared memory, bulk copies, mbarriers. Thin wrappers.
+// The tensor-core and copy instructions of sm_90a: int8 wgmma from shared memory, bulk copies, mbarriers. Thin
+// wrappers.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +15,15 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
 }
 // Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
   asm volatile(
@@ -30,12 +34,14 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
       "@done bra finished%=;\n"
       "bra again%=;\n"
       "finished%=:\n"
-      "}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
 }
 // `bytes` contiguous bytes, a multiple of 16, both ends 16-byte aligned; completes on the barrier.
 __device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
-               "r"(bytes), "r"(shared_address(barrier))
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
 
@@ -43,7 +49,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, i
 // An operand in core matrices (plane_offset()): K-major, no swizzle. Neighbouring 16-byte columns are 128 bytes apart,
 // neighbouring groups of 8 rows `eight_rows` bytes.
 __device__ __forceinline__ uint64_t operand(uint32_t shared, int eight_rows) {
-  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(eight_rows >> 4) << 32;
+  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | static_cast<uint64_t>(128 >> 4) << 16 |
+         static_cast<uint64_t>(eight_rows >> 4) << 32;
 }
 // The operand one k-step (32 bytes, two core matrices) further.
 constexpr uint64_t kOperandStep = 256 >> 4;
@@ -55,28 +62,45 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// D (64 x 64, int32; a warp's 16 rows as C fragments of eight 8-column blocks) += A (64 x 32) * B (32 x 64).
+// Makes ordinary shared-memory writes of this thread visible to wgmma.
+__device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// D (64 x N, int32; a warp's 16 rows as C fragments of N / 8 8-column blocks) += A (64 x 32) * B (32 x N), N = 64
+// or 32.
+#define DET_ROW(n) "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])
+#define DET_BY_SIGN(INSTRUCTION)        \
+  if constexpr (A_SIGNED && B_SIGNED) { \
+    INSTRUCTION("s8.s8");               \
+  } else if constexpr (A_SIGNED) {      \
+    INSTRUCTION("s8.u8");               \
+  } else if constexpr (B_SIGNED) {      \
+    INSTRUCTION("u8.s8");               \
+  } else {                              \
+    INSTRUCTION("u8.u8");               \
+  }
 template <bool A_SIGNED, bool B_SIGNED>
 __device__ __forceinline__ void wgmma_bytes(int32_t (&d)[8][4], uint64_t a, uint64_t b) {
-#define DET_ROW(n) "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])
-#define DET_WGMMA(TYPES)                                                                                                    \
-  asm volatile(                                                                                                             \
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32." TYPES                                                                   \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
-      "%31}, %32, %33, 1;"                                                                                               \
-      : DET_ROW(0), DET_ROW(1), DET_ROW(2), DET_ROW(3), DET_ROW(4), DET_ROW(5), DET_ROW(6), DET_ROW(7)                      \
+#define DET_WGMMA(TYPES)                                                                                         \
+  asm volatile(                                                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32." TYPES                                                        \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
+      "%28,%29,%30,%31}, %32, %33, 1;"                                                                           \
+      : DET_ROW(0), DET_ROW(1), DET_ROW(2), DET_ROW(3), DET_ROW(4), DET_ROW(5), DET_ROW(6), DET_ROW(7)           \
       : "l"(a), "l"(b))
-  if constexpr (A_SIGNED && B_SIGNED) {
-    DET_WGMMA("s8.s8");
-  } else if constexpr (A_SIGNED) {
-    DET_WGMMA("s8.u8");
-  } else if constexpr (B_SIGNED) {
-    DET_WGMMA("u8.s8");
-  } else {
-    DET_WGMMA("u8.u8");
-  }
+  DET_BY_SIGN(DET_WGMMA)
 #undef DET_WGMMA
-#undef DET_ROW
 }
+template <bool A_SIGNED, bool B_SIGNED>
+__device__ __forceinline__ void wgmma_bytes(int32_t (&d)[4][4], uint64_t a, uint64_t b) {
+#define DET_WGMMA(TYPES)                                                                \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.s32." TYPES                      \
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1;" \
+               : DET_ROW(0), DET_ROW(1), DET_ROW(2), DET_ROW(3)                         \
+               : "l"(a), "l"(b))
+  DET_BY_SIGN(DET_WGMMA)
+#undef DET_WGMMA
+}
+#undef DET_BY_SIGN
+#undef DET_ROW
 
 }  // namespace det_attn::cuda

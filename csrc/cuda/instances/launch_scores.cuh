@@ -28,15 +28,20 @@ void launch_scores_as(const Context& ctx, const ScoresArgs& args, int64_t tiles,
   // 128 dims are as many as two digit positions of three planes can share an int32 in; see Groups.
   constexpr bool kCanBeWide = Tile::kPlanes == 3;
   if (kCanBeWide && args.shape.dims_pad > 128) {
-    if (given) launch_scores_tile<Tile, kCanBeWide, true>(ctx, args, tiles);
-    else launch_scores_tile<Tile, kCanBeWide, false>(ctx, args, tiles);
+    if (given)
+      launch_scores_tile<Tile, kCanBeWide, true>(ctx, args, tiles);
+    else
+      launch_scores_tile<Tile, kCanBeWide, false>(ctx, args, tiles);
   } else {
-    if (given) launch_scores_tile<Tile, false, true>(ctx, args, tiles);
-    else launch_scores_tile<Tile, false, false>(ctx, args, tiles);
+    if (given)
+      launch_scores_tile<Tile, false, true>(ctx, args, tiles);
+    else
+      launch_scores_tile<Tile, false, false>(ctx, args, tiles);
   }
 }
 
-// The wide tile reuses each key tile for 128 rows; the small one fits 99 KB parts (sm_86, sm_89, sm_120) at any head_dim.
+// The wide tile reuses each key tile for 128 rows; the small one fits 99 KB parts (sm_86, sm_89, sm_120) at any
+// head_dim.
 template <int PLANES>
 void launch_scores_planes(const Context& ctx, const ScoresArgs& args, int64_t tiles, bool given) {
   using Large = ScoresTile<PLANES, 128, 64, 2>;

@@ -17,17 +17,23 @@ void launch_scores_wgmma_tile(const Context& ctx, const ScoresArgs& args, int64_
 
 template <class Tile>
 void launch_scores_wgmma_as(const Context& ctx, const ScoresArgs& args, int64_t tiles, bool given) {
-  if (given) launch_scores_wgmma_tile<Tile, true>(ctx, args, tiles);
-  else launch_scores_wgmma_tile<Tile, false>(ctx, args, tiles);
+  if (given)
+    launch_scores_wgmma_tile<Tile, true>(ctx, args, tiles);
+  else
+    launch_scores_wgmma_tile<Tile, false>(ctx, args, tiles);
 }
 
-// Two key tiles in flight: 3 * (128 + 2 * 64) * 128 bytes leave room for a second CTA, twice that fits alone.
+// Key tiles in flight: as many as shared memory holds beside the query planes, for one or two CTAs
+// (ScoresWgmmaTile::kCtas).
 template <int PLANES>
 void launch_scores_wgmma_planes(const Context& ctx, const ScoresArgs& args, int64_t tiles, bool given) {
   switch (args.shape.dims_pad) {
-    case 64: return launch_scores_wgmma_as<ScoresWgmmaTile<PLANES, 2, 2>>(ctx, args, tiles, given);
-    case 128: return launch_scores_wgmma_as<ScoresWgmmaTile<PLANES, 4, 2>>(ctx, args, tiles, given);
-    default: return launch_scores_wgmma_as<ScoresWgmmaTile<PLANES, 8, 2>>(ctx, args, tiles, given);
+    case 64:
+      return launch_scores_wgmma_as<ScoresWgmmaTile<PLANES, 2, 4>>(ctx, args, tiles, given);
+    case 128:
+      return launch_scores_wgmma_as<ScoresWgmmaTile<PLANES, 4, PLANES == 3 ? 4 : 3>>(ctx, args, tiles, given);
+    default:
+      return launch_scores_wgmma_as<ScoresWgmmaTile<PLANES, 8, 2>>(ctx, args, tiles, given);
   }
 }
 

@@ -1,0 +1,28 @@
+// Launch of the wgmma sums kernel: a 64-dim tile for narrow heads, a 128-dim tile otherwise.
+#pragma once
+
+#include "../sums_wgmma.cuh"
+#include "../tensor_core.cuh"
+
+namespace det_attn::cuda {
+
+template <class Tile>
+void launch_sums_wgmma_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
+  auto kernel = sums_wgmma_kernel<Tile>;
+  allow_shared(kernel, Tile::kSharedBytes);
+  args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;
+  const dim3 grid(grid_of(tiles * (kRowPad / Tile::kRows) * args.dim_blocks), static_cast<unsigned>(args.splits));
+  kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream_of(ctx)>>>(args);
+  check_launch("sums_wgmma_kernel");
+}
+
+template <int PLANES>
+void launch_sums_wgmma_planes(const Context& ctx, const SumsArgs& args, int64_t tiles) {
+  if (args.shape.value_dims_pad % 128 == 0) {
+    launch_sums_wgmma_tile<SumsWgmmaTile<PLANES, 128>>(ctx, args, tiles);
+  } else {
+    launch_sums_wgmma_tile<SumsWgmmaTile<PLANES, 64>>(ctx, args, tiles);
+  }
+}
+
+}  // namespace det_attn::cuda
