@@ -166,14 +166,16 @@ def test_values_of_every_exponent(kernel, Sq, Skv, D, precision):
 
 
 def poison(byte):
-    """Leaves nothing but blocks full of `byte` in the caching allocator, and proves it."""
+    """Fills free blocks of the caching allocator with `byte`, and shows that fresh memory then starts so."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     blocks = [torch.full((1 << 19,), byte, dtype=torch.uint8, device="cuda") for _ in range(96)]  # the small pool
     blocks += [torch.full((size << 20,), byte, dtype=torch.uint8, device="cuda") for size in (8, 8, 1024)]
     torch.cuda.synchronize()
     del blocks
-    for size in (1 << 18, 5 << 20, 500 << 20):  # a few bytes each: looking at more would overwrite some
+    for size in (1 << 18, 5 << 20, 500 << 20):
+        # The allocator may prefer a leftover of a segment that is still in use: that one is filled, too.
+        torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte)
         assert torch.empty(size, dtype=torch.uint8, device="cuda")[:: size // 8].tolist() == [byte] * 8
 
 
