@@ -8,6 +8,8 @@ float64 autograd. Where a CUDA build has no backward yet, the CUDA half is skipp
 import itertools
 import json
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -193,7 +195,8 @@ MASKS = ("none", "causal", "causal bottom-right", "padding", "padding causal")
 def staged(kernel, Q, K, V, dO, cuts_q, cuts_k, causal, q_offset, precision):
     """(out, dQ, dK, dV) by the public stages over a grid of shards, each with tensors of its own, in reverse order."""
     how = dict(precision=precision)
-    spans_q, spans_k = ([*itertools.pairwise([0, *cuts, n])] for cuts, n in ((cuts_q, Q.shape[2]), (cuts_k, K.shape[2])))
+    spans_q = [*itertools.pairwise([0, *cuts_q, Q.shape[2]])]
+    spans_k = [*itertools.pairwise([0, *cuts_k, K.shape[2]])]
 
     def place(q, k):
         return dict(how, causal=causal, q_offset=q_offset + q[0], kv_offset=k[0])
@@ -237,7 +240,8 @@ def one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs):
     causal = "causal" in mask
     q_offset = 37 if mask == "causal bottom-right" else 0
     lengths = (S, max(1, S // 2 - 3)) if "padding" in mask else (S,)
-    Q, K, V, dO = make_all("normal", device, seed=21, B=len(lengths), heads=HEADS[heads], Sq=Sq, Skv=Skv, D=D, dtype=dtype)
+    sizes = dict(B=len(lengths), heads=HEADS[heads], Sq=Sq, Skv=Skv, D=D, dtype=dtype)
+    Q, K, V, dO = make_all("normal", device, seed=21, **sizes)
     where = dict(causal=causal, q_offset=q_offset, precision=precision)
     for batch, length in enumerate(lengths):  # padding by lengths: a sequence is its rows
         q, k, v, o = (x[batch : batch + 1] for x in (Q, K, V, dO))
@@ -269,7 +273,7 @@ def one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs):
             assert_same_bits(x[-1:, :, : lengths[-1]], y, "padded batch")
 
 
-def float64_gradients(q, k, v, o, causal, q_offset, call=None, dtype=torch.float64):
+def torch_gradients(q, k, v, o, causal, q_offset, dtype):
     """torch's gradients in `dtype`, keys repeated for the groups so that every version of torch can run it."""
     group = q.shape[1] // k.shape[1]
     mask = None
@@ -288,8 +292,8 @@ def rms(x, exact):
 
 def check_error(q, k, v, o, found, causal, q_offset, precision):
     """`highest`: at most twice torch's float32 error; `high`: a tenth of torch's bfloat16 error, before rounding."""
-    exact = float64_gradients(q, k, v, o, causal, q_offset)
-    theirs = float64_gradients(q, k, v, o, causal, q_offset, dtype=torch.float32 if precision == "highest" else torch.bfloat16)
+    exact = torch_gradients(q, k, v, o, causal, q_offset, torch.float64)
+    theirs = torch_gradients(q, k, v, o, causal, q_offset, torch.float32 if precision == "highest" else torch.bfloat16)
     for name, x, y, z in zip(NAMES, found[1:], exact, theirs):
         if precision == "highest":
             # The last rounding to the inputs' dtype is not the kernel's to avoid: both pay it.
@@ -456,7 +460,9 @@ def test_bad_arguments_of_grad_finalize_are_refused(kernel, device):
 @pytest.mark.parametrize("call", ["det_attn", "det_attn_sharded"])
 def test_any_subset_of_inputs_may_require_grad(kernel, device, call, need):
     Q, K, V, dO = make_all("normal", device, seed=15, heads=(4, 2), Sq=30, Skv=40, D=16)
-    function = kernel.det_attn if call == "det_attn" else lambda *x: kernel.det_attn_sharded(x[0], x[1], x[2], [7, 33], x[3])
+    function = kernel.det_attn
+    if call == "det_attn_sharded":
+        function = lambda q, k, v, causal: kernel.det_attn_sharded(q, k, v, [7, 33], causal)  # noqa: E731
     expected = gradients(lambda *qkv: kernel.det_attn(*qkv, True), Q, K, V, dO)
     leaves = [x.clone().requires_grad_(n) for x, n in zip((Q, K, V), need)]
     function(*leaves, True).backward(dO)
@@ -560,6 +566,14 @@ def test_determinism_checkpoint_autocast_and_accumulation(kernel, device):
         call(*leaves).backward(dO)
     for x, y in zip(leaves, expected[1:]):
         assert_same_bits(x.grad, y + y, "accumulated")
+
+
+def test_the_training_example_trains_one_model(device):
+    script = pathlib.Path(__file__).parent.parent / "examples" / "train_repeat.py"
+    options = ["--steps", "3", "--layers", "1", "--batch", "2", "--device", device]
+    run = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.rstrip().endswith("det-attn 1, every bit of it.")
 
 
 NEED = ((True, True, True), (False, True, False))

@@ -100,9 +100,8 @@ def grad_reference(
         NotImplementedError: an input requires grad and grad mode is on.
         RuntimeError: the tensors are on CUDA, whose backward is not in this build.
     """
-    call = _call(
-        "grad_reference", Q, K, V, dO, out, rowmax, DEN, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path
-    )
+    given = (Q, K, V, dO, out, rowmax, DEN)
+    call = _call("grad_reference", *given, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path)
     return ops.grad_reference.default(dO, Q, K, V, out, rowmax, DEN, *call, path)
 
 
@@ -141,9 +140,8 @@ def grad_accumulate(
     Raises:
         As grad_reference.
     """
-    call = _call(
-        "grad_accumulate", Q, K, V, dO, out, rowmax, DEN, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path
-    )
+    given = (Q, K, V, dO, out, rowmax, DEN)
+    call = _call("grad_accumulate", *given, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path)
     checks.references(A, B, C, Q, Q.shape, K.shape)
     return ops.grad_accumulate.default(dO, Q, K, V, out, rowmax, DEN, A, B, C, *call, True, True, True, path)
 
