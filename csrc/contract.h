@@ -280,7 +280,7 @@ DET_HD float probability_of(uint32_t weight, double inverse) {
   return static_cast<float>(mul_f64(static_cast<double>(weight), inverse));
 }
 
-// dP_ij of the exact dot product, rounded to float32 already. unit = 2^(eo + ev - 2(b-1)). The float64 product is exact.
+// dP_ij of the exact dot product, rounded to float32 already. unit = 2^(eo + ev - 2(b-1)); the product is exact.
 DET_HD float score_gradient_of(float dot, double unit) {
   return static_cast<float>(mul_f64(static_cast<double>(dot), unit));
 }

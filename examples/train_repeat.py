@@ -207,8 +207,8 @@ def main():
         "a quarter and the rest": [n // 4, n - n // 4],
     }
     data = text()
-    print(f"a GPT of {args.layers} layers, width {args.width}, {args.steps} steps of {args.batch} x {n} bytes of Python's "
-          f"documentation, on {args.device}\n")
+    print(f"a GPT of {args.layers} layers, width {args.width}, {args.steps} steps of {args.batch} x {n} bytes of "
+          f"Python's documentation, on {args.device}\n")
     online, different = compare("float32 online softmax", online_softmax, splits, data, args)
     ours, same = compare("det-attn", exact(kernel), splits, data, args)
     if args.plot and importlib.util.find_spec("matplotlib") is None:

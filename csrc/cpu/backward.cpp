@@ -279,7 +279,8 @@ class SumWorker {
   Buffer<int64_t> sums_;  // [target][kRowTile][width]
 };
 
-void sum_round(const Problem& problem, const BackwardPack& pack, bool query_is_row, const std::vector<Target>& targets) {
+void sum_round(const Problem& problem, const BackwardPack& pack, bool query_is_row,
+               const std::vector<Target>& targets) {
   if (targets.empty()) return;
   const auto make = [&] { return SumWorker(problem, pack, query_is_row); };
   run_blocks(pack, query_is_row, make, [&](SumWorker& worker, const RowBlock& block, int64_t begin, int64_t end,
@@ -333,7 +334,8 @@ void grad_accumulate(const Gradient& call, const int32_t* a, const int32_t* b, c
                      int64_t* dk, int64_t* dv) {
   const Problem& p = call.problem;
   const int64_t row = p.head_dim * kGradientDigits;
-  const int64_t query_numbers = p.batch * p.q_heads * p.q_len * row, key_numbers = p.batch * p.kv_heads * p.kv_len * row;
+  const int64_t query_numbers = p.batch * p.q_heads * p.q_len * row;
+  const int64_t key_numbers = p.batch * p.kv_heads * p.kv_len * row;
   if (dq) std::fill(dq, dq + query_numbers, 0);
   if (dk) std::fill(dk, dk + key_numbers, 0);
   if (dv) std::fill(dv, dv + key_numbers, 0);
@@ -381,9 +383,10 @@ void backward(const Gradient& call, const MutableView& dq, const MutableView& dk
     sums_round(p, pack, a.data(), b.data() + lo, c.data() + lo, dq_sums, dk_sums ? dk_sums + lo * row : nullptr,
                dv_sums ? dv_sums + lo * row : nullptr);
     const RowSet all_keys{1, p.kv_len, 0, p.kv_heads};
-    if (dq_sums) round_rows(dq_sums, a.data(), queries, p.scale, pack.queries, pack.set_lo, p.head_dim, p.precision, dq);
-    if (dk_sums) round_rows(dk_sums, b.data(), keys, 1.0, all_keys, pack.set_lo, p.head_dim, p.precision, dk);
-    if (dv_sums) round_rows(dv_sums, c.data(), keys, 1.0, all_keys, pack.set_lo, p.head_dim, p.precision, dv);
+    const int64_t depth = p.head_dim;
+    if (dq_sums) round_rows(dq_sums, a.data(), queries, p.scale, pack.queries, pack.set_lo, depth, p.precision, dq);
+    if (dk_sums) round_rows(dk_sums, b.data(), keys, 1.0, all_keys, pack.set_lo, depth, p.precision, dk);
+    if (dv_sums) round_rows(dv_sums, c.data(), keys, 1.0, all_keys, pack.set_lo, depth, p.precision, dv);
   });
 }
 

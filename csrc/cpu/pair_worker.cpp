@@ -97,9 +97,10 @@ bool PairWorker::compute(const RowBlock& block, int64_t tile) {
 
   const int depth = row_x_.depth;
   const int64_t panel = static_cast<int64_t>(depth) * kPanel;
-  kernels_.gemm(row_x_.row(first), depth, block.rows, column_x_.transposed(column_tile), panel, columns_ / kPanel, depth,
+  const int panels = columns_ / kPanel;
+  kernels_.gemm(row_x_.row(first), depth, block.rows, column_x_.transposed(column_tile), panel, panels, depth,
                 s_.data(), kScoreStride, false);
-  kernels_.gemm(row_y_.row(first), depth, block.rows, column_y_.transposed(column_tile), panel, columns_ / kPanel, depth,
+  kernels_.gemm(row_y_.row(first), depth, block.rows, column_y_.transposed(column_tile), panel, panels, depth,
                 dot_.data(), kScoreStride, false);
   const int fast_sum = fast_exponent_sum(depth) - column_x_.max_exponent(column_tile);
   for (int r = 0; r < block.rows; ++r) {

@@ -1,6 +1,6 @@
 // One thread's work on one tile of pairs in the backward pass: scores, weights, p and ds (docs/contract.md sections 2,
-// 4 and 8). In: packed rows of both sides. Out: p and ds. The rows of a tile are queries, or keys: dQ sums over keys and
-// dK, dV over queries, and either way the sum runs along the columns.
+// 4 and 8). In: packed rows of both sides. Out: p and ds. The rows of a tile are queries, or keys: dQ sums over keys
+// and dK, dV over queries, and either way the sum runs along the columns.
 #pragma once
 
 #include "backward_rows.h"
