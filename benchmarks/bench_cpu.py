@@ -1,4 +1,5 @@
-"""det_attn on the CPU against torch's float64 scaled_dot_product_attention: same inputs, same threads.
+"""det_attn on the CPU against torch's float64 scaled_dot_product_attention: same inputs, same threads; with --backward
+their backward passes alone.
 
 The two alternate, so that whatever else the machine does slows both; medians and their ratio are printed. The target
 is a ratio of at most 3 at batch 1, 8 heads, 2048 queries and keys, head dimension 64 and 128, precision "highest".
@@ -32,19 +33,38 @@ def seconds(call):
     return time.perf_counter() - start
 
 
-def measure(kernel, shape, precision, causal, repeats):
+def backward_calls(kernel, q, k, v, causal, precision):
+    """The two backward passes to time, after one forward each."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    theirs = [x.double().requires_grad_() for x in (q, k, v)]
+    outs = kernel.det_attn(*ours, causal, precision=precision), sdpa(*theirs, is_causal=causal)
+    gradient = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    gradients = gradient, gradient.double()
+    return [
+        lambda out=out, leaves=leaves, given=given: torch.autograd.grad(out, leaves, given, retain_graph=True)
+        for out, leaves, given in zip(outs, (ours, theirs), gradients)
+    ]
+
+
+def forward_calls(kernel, q, k, v, causal, precision):
+    wide = [x.double() for x in (q, k, v)]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return (
+        lambda: kernel.det_attn(q, k, v, causal, precision=precision),
+        lambda: sdpa(*wide, is_causal=causal),
+    )
+
+
+def measure(calls_of, kernel, shape, precision, causal, repeats):
     """Median seconds of det_attn and of torch, and the median of the pairwise ratios."""
     batch, heads, queries, keys, head_dim = shape
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, heads, n, head_dim, generator=generator) for n in (queries, keys, keys))
-    wide = [x.double() for x in (q, k, v)]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    ours_call, theirs_call = calls_of(kernel, q, k, v, causal, precision)
     ours, theirs = [], []
     for repeat in range(repeats + 1):
-        pair = (
-            seconds(lambda: kernel.det_attn(q, k, v, causal, precision=precision)),
-            seconds(lambda: sdpa(*wide, is_causal=causal)),
-        )
+        pair = seconds(ours_call), seconds(theirs_call)
         if repeat > 0:  # the first pair warms up
             ours.append(pair[0])
             theirs.append(pair[1])
@@ -58,6 +78,7 @@ def main():
     parser.add_argument("--threads", type=int, default=0, help="torch threads (default: as torch chooses)")
     parser.add_argument("--length", type=int, default=2048, help="queries and keys of the prefill rows (default 2048)")
     parser.add_argument("--decode", action="store_true", help="add rows with one and sixteen queries")
+    parser.add_argument("--backward", action="store_true", help="time the backward passes instead")
     parser.add_argument("--check", action="store_true", help="exit 1 if a `highest` prefill row misses the target")
     options = parser.parse_args()
     if options.threads:
@@ -72,8 +93,9 @@ def main():
     print("| B H Sq Skv D | precision | causal | det_attn ms | torch float64 ms | ratio |")
     print("|---|---|---|---|---|---|")
     missed = False
+    calls_of = backward_calls if options.backward else forward_calls
     for shape, precision, causal in rows:
-        ours, theirs, ratio = measure(kernel, shape, precision, causal, options.repeats)
+        ours, theirs, ratio = measure(calls_of, kernel, shape, precision, causal, options.repeats)
         size = " ".join(map(str, shape))
         print(f"| {size} | {precision} | {causal} | {ours * 1e3:.1f} | {theirs * 1e3:.1f} | {ratio:.2f} |", flush=True)
         missed |= precision == "highest" and shape[2] == n and ratio > TARGET

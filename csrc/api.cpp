@@ -263,4 +263,171 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, con
   return {out, maxima, den};
 }
 
+// ---- Gradients -------------------------------------------------------------------------------------------------
+
+namespace {
+
+// The tensors of a gradient call as the stages see them. Holds the dense copies it had to make.
+class GradientCall {
+ public:
+  GradientCall(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+               const Tensor& rowmax, const Tensor& den, bool causal, double scale, const std::string& precision,
+               int64_t diagonal, int64_t kv_lo, int64_t kv_hi)
+      : grad_(dense(grad)), out_(dense(out)), rowmax_(torch::stable::contiguous(rowmax)),
+        den_(torch::stable::contiguous(den)) {
+    const Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi);
+    const std::vector<int64_t> shape{problem.batch, problem.q_heads, problem.q_len, problem.head_dim};
+    const std::vector<int64_t> rows_shape(shape.begin(), shape.end() - 1);
+    check_shape(grad, "grad", grad.scalar_type(), shape);
+    check_shape(out, "out", ScalarType::Float, shape);
+    check_shape(rowmax, "rowmax", ScalarType::Double, rows_shape);
+    check_shape(den, "den", ScalarType::Long, rows_shape);
+    check_device(grad, q.device(), "grad");
+    check_device(out, q.device(), "out");
+    check_device(rowmax, q.device(), "rowmax");
+    check_device(den, q.device(), "den");
+    call = Gradient{problem, view_of(grad_, "grad"), view_of(out_, "out"),
+                    static_cast<const double*>(rowmax_.const_data_ptr()),
+                    static_cast<const int64_t*>(den_.const_data_ptr())};
+  }
+  GradientCall(const GradientCall&) = delete;
+  GradientCall& operator=(const GradientCall&) = delete;
+
+  Gradient call;
+
+ private:
+  // Gradients come expanded, from sum() for one: a copy only where a row is not dense.
+  static Tensor dense(const Tensor& x) {
+    const bool is_dense = x.dim() != 4 || x.size(3) == 1 || x.stride(3) == 1;
+    return is_dense ? x : torch::stable::contiguous(x);
+  }
+
+  Tensor grad_, out_, rowmax_, den_;
+};
+
+template <class Stage>
+void check_backward(Stage stage) {
+  STD_TORCH_CHECK(stage != nullptr, "det-attn: backward on CUDA is not in this build");
+}
+
+template <class T>
+T* data_of(const Tensor& x, bool needed) {
+  return needed ? static_cast<T*>(x.mutable_data_ptr()) : nullptr;
+}
+
+std::vector<int64_t> shape_of(const Tensor& x) { return {x.sizes().begin(), x.sizes().end()}; }
+
+Tensor allocate_sums(const Tensor& like, bool needed) {
+  std::vector<int64_t> shape = shape_of(like);
+  shape.push_back(kGradientDigits);
+  return allocate(needed ? shape : std::vector<int64_t>{0}, ScalarType::Long, like.device());
+}
+
+Tensor allocate_gradient(const Tensor& like, bool needed) {
+  return needed ? allocate_out(like, like.scalar_type()) : allocate({0}, like.scalar_type(), like.device());
+}
+
+MutableView gradient_view(const Tensor& x, bool needed, DType dtype) {
+  if (!needed) return MutableView{nullptr, 0, 0, 0, dtype};
+  return MutableView{x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2), dtype};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> grad_reference(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const Tensor& out, const Tensor& rowmax, const Tensor& den,
+                                                  bool causal, double scale, const std::string& precision,
+                                                  int64_t diagonal, int64_t kv_lo, int64_t kv_hi,
+                                                  const std::string& path) {
+  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi);
+  const Problem& problem = gradient.call.problem;
+  const Path kernels = parse_path(path);
+  const std::vector<int64_t> keys_shape{problem.batch, problem.kv_heads, problem.kv_len};
+  Tensor a = allocate({problem.batch, problem.q_heads, problem.q_len}, ScalarType::Int, q.device());
+  Tensor b = allocate(keys_shape, ScalarType::Int, q.device());
+  Tensor c = allocate(keys_shape, ScalarType::Int, q.device());
+  if (a.numel() + b.numel() > 0) {
+    Call call(q.device(), kernels);
+    check_backward(call->grad_reference);
+    call->grad_reference(call.context, gradient.call, data_of<int32_t>(a, true), data_of<int32_t>(b, true),
+                         data_of<int32_t>(c, true));
+  }
+  return {a, b, c};
+}
+
+std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& out, const Tensor& rowmax,
+                                                   const Tensor& den, const Tensor& a, const Tensor& b, const Tensor& c,
+                                                   bool causal, double scale, const std::string& precision,
+                                                   int64_t diagonal, int64_t kv_lo, int64_t kv_hi, bool need_q,
+                                                   bool need_k, bool need_v, const std::string& path) {
+  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi);
+  const Problem& problem = gradient.call.problem;
+  const Path kernels = parse_path(path);
+  const std::vector<int64_t> keys_shape{problem.batch, problem.kv_heads, problem.kv_len};
+  check_shape(a, "a", ScalarType::Int, {problem.batch, problem.q_heads, problem.q_len});
+  check_shape(b, "b", ScalarType::Int, keys_shape);
+  check_shape(c, "c", ScalarType::Int, keys_shape);
+  check_device(a, q.device(), "a");
+  check_device(b, q.device(), "b");
+  check_device(c, q.device(), "c");
+  Tensor dq = allocate_sums(q, need_q), dk = allocate_sums(k, need_k), dv = allocate_sums(v, need_v);
+  if (dq.numel() + dk.numel() + dv.numel() > 0) {
+    Call call(q.device(), kernels);
+    check_backward(call->grad_accumulate);
+    const Tensor of_q = torch::stable::contiguous(a), of_k = torch::stable::contiguous(b),
+                 of_v = torch::stable::contiguous(c);
+    call->grad_accumulate(call.context, gradient.call, static_cast<const int32_t*>(of_q.const_data_ptr()),
+                          static_cast<const int32_t*>(of_k.const_data_ptr()),
+                          static_cast<const int32_t*>(of_v.const_data_ptr()), data_of<int64_t>(dq, need_q),
+                          data_of<int64_t>(dk, need_k), data_of<int64_t>(dv, need_v));
+  }
+  return {dq, dk, dv};
+}
+
+Tensor grad_finalize(const Tensor& sums, const Tensor& reference, double scale, const std::string& precision,
+                     ScalarType out_dtype) {
+  const DType dtype = parse_dtype(out_dtype, "out_dtype");
+  const Precision bits = parse_precision(precision);
+  check_scale(scale);
+  STD_TORCH_CHECK(sums.dim() >= 2 && sums.size(sums.dim() - 1) == kGradientDigits, "sums: must be [..., head_dim, ",
+                  kGradientDigits, "]");
+  std::vector<int64_t> shape = shape_of(sums);
+  check_shape(sums, "sums", ScalarType::Long, shape);
+  shape.pop_back();
+  const int64_t head_dim = shape.back();
+  STD_TORCH_CHECK(head_dim >= 1 && head_dim <= kMaxHeadDim, "sums: got head_dim ", head_dim, ", allowed is 1 to ",
+                  kMaxHeadDim);
+  check_shape(reference, "reference", ScalarType::Int, {shape.begin(), shape.end() - 1});
+  check_device(reference, sums.device(), "reference");
+  Tensor out = allocate(shape, out_dtype, sums.device());
+  if (reference.numel() > 0) {
+    Call call(sums.device());
+    check_backward(call->grad_finalize);
+    const Tensor digits = torch::stable::contiguous(sums), references = torch::stable::contiguous(reference);
+    call->grad_finalize(call.context, static_cast<const int64_t*>(digits.const_data_ptr()),
+                        static_cast<const int32_t*>(references.const_data_ptr()), reference.numel(), head_dim, scale,
+                        bits, out.mutable_data_ptr(), dtype);
+  }
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& out, const Tensor& rowmax, const Tensor& den, bool causal,
+                                            double scale, const std::string& precision, int64_t diagonal, int64_t kv_lo,
+                                            int64_t kv_hi, bool need_q, bool need_k, bool need_v,
+                                            const std::string& path) {
+  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi);
+  const Path kernels = parse_path(path);
+  const DType dtype = gradient.call.problem.q.dtype;
+  Tensor dq = allocate_gradient(q, need_q), dk = allocate_gradient(k, need_k), dv = allocate_gradient(v, need_v);
+  if (dq.numel() + dk.numel() + dv.numel() > 0) {
+    Call call(q.device(), kernels);
+    check_backward(call->backward);
+    call->backward(call.context, gradient.call, gradient_view(dq, need_q, dtype), gradient_view(dk, need_k, dtype),
+                   gradient_view(dv, need_v, dtype));
+  }
+  return {dq, dk, dv};
+}
+
 }  // namespace det_attn

@@ -35,4 +35,33 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, con
                                            int64_t kv_lo, int64_t kv_hi, ScalarType out_dtype,
                                            const std::string& path);
 
+// ---- Gradients (docs/contract.md section 8) --------------------------------------------------------------------
+// grad [B, Hq, Sq, D] is dO; out is the float32 output over all keys, rowmax and den likewise over all keys.
+
+// -> A int32 [B, Hq, Sq], B and C int32 [B, Hkv, Skv], of the pairs with keys in [kv_lo, kv_hi).
+std::tuple<Tensor, Tensor, Tensor> grad_reference(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const Tensor& out, const Tensor& rowmax, const Tensor& den,
+                                                  bool causal, double scale, const std::string& precision,
+                                                  int64_t diagonal, int64_t kv_lo, int64_t kv_hi,
+                                                  const std::string& path);
+
+// -> sums for dQ, dK, dV, int64 [q's, k's, v's shape, 3] normalised; of shape [0] where not needed.
+std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& out, const Tensor& rowmax,
+                                                   const Tensor& den, const Tensor& a, const Tensor& b, const Tensor& c,
+                                                   bool causal, double scale, const std::string& precision,
+                                                   int64_t diagonal, int64_t kv_lo, int64_t kv_hi, bool need_q,
+                                                   bool need_k, bool need_v, const std::string& path);
+
+// sums [..., D, 3], reference [...] -> out [..., D].
+Tensor grad_finalize(const Tensor& sums, const Tensor& reference, double scale, const std::string& precision,
+                     ScalarType out_dtype);
+
+// The fused call -> dQ, dK, dV in the dtype and layout of q, k, v; of shape [0] where not needed.
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& out, const Tensor& rowmax, const Tensor& den, bool causal,
+                                            double scale, const std::string& precision, int64_t diagonal, int64_t kv_lo,
+                                            int64_t kv_hi, bool need_q, bool need_k, bool need_v,
+                                            const std::string& path);
+
 }  // namespace det_attn

@@ -40,6 +40,27 @@ struct Backend {
 
   // The fused call: rowmax, accumulate and finalize without NUM ever in memory. rowmax and den as above.
   void (*forward)(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
+
+  // The backward stages (section 8). Null where a device has none: api.cpp then says so.
+
+  // References of the keys of the mask: a int32 [batch, q_heads, q_len]; b, c int32 [batch, kv_heads, kv_len], all
+  // contiguous. kReferenceEmpty where no term is nonzero and outside [kv_lo, kv_hi), kReferencePoisoned for NaN rows.
+  void (*grad_reference)(const Context&, const Gradient&, int32_t* a, int32_t* b, int32_t* c);
+
+  // Exact sums under references combined over all shards: int64 [the shapes of q, k, v; then kGradientDigits],
+  // contiguous, normalised; 0 in rows whose reference is kReferenceEmpty or kReferencePoisoned and outside
+  // [kv_lo, kv_hi). A null dq (with a), or null dk and dv (with b and c), is not computed.
+  void (*grad_accumulate)(const Context&, const Gradient&, const int32_t* a, const int32_t* b, const int32_t* c,
+                          int64_t* dq, int64_t* dk, int64_t* dv);
+
+  // sums [count, head_dim, kGradientDigits] (normal or not), reference [count] -> out [count, head_dim] contiguous.
+  // scale is the call's for dQ, 1 for dK and dV.
+  void (*grad_finalize)(const Context&, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim,
+                        double scale, Precision precision, void* out, DType out_dtype);
+
+  // The three of them fused, without the sums in memory as a whole. A view without data is not computed.
+  void (*backward)(const Context&, const Gradient&, const MutableView& dq, const MutableView& dk,
+                   const MutableView& dv);
 };
 
 const Backend& cpu_backend();

@@ -1,4 +1,4 @@
-// The contract's scalar rules (docs/contract.md sections 1-4 and 6), for host and device.
+// The contract's scalar rules (docs/contract.md sections 1-4, 6 and 8), for host and device.
 // In: numbers of one row, one pair or one output. Out: the integers and bytes the contract names.
 // Every implementation includes this file; nobody repeats a rule.
 #pragma once
@@ -246,6 +246,69 @@ DET_HD float output_of(double num, int64_t den, int64_t special, int weight_bits
 #else
   return static_cast<float>(num / (static_cast<double>(den) * pow2(-weight_bits)));
 #endif
+}
+
+// ---- Section 8: gradients --------------------------------------------------------------------------------------
+
+constexpr int kGradientBits = 23;  // G: a term of a gradient sum is an integer in [-2^G, 2^G]
+// References as int32: no nonzero term; and a term that is not a number, which makes the gradient row NaN (section 7).
+constexpr int32_t kReferenceEmpty = INT32_MIN;
+constexpr int32_t kReferencePoisoned = INT32_MAX;
+
+// E(x) with 2^(E-1) <= |x| < 2^E, for a finite x != 0 that is no float64 denormal.
+DET_HD int exponent_of(double x) { return static_cast<int>((bits_of(x) >> 52) & 0x7ff) - 1022; }
+
+// x * 2^n with one rounding, -2044 <= n <= 2046: two factors, since 2^n itself may not exist. The first is exact.
+DET_HD double scale_pow2(double x, int n) {
+  const int half = n / 2;
+  return mul_f64(mul_f64(x, pow2(half)), pow2(n - half));
+}
+
+// rinv_i * 2^-T, which is exact beside rinv_i; 0 where nothing is attended.
+DET_HD double inverse_den(int64_t den, int weight_bits) {
+  if (den <= 0) return 0.0;
+#if defined(__CUDA_ARCH__)
+  const float rinv = __double2float_rn(__ddiv_rn(pow2(weight_bits), __ll2double_rn(den)));
+#else
+  const float rinv = static_cast<float>(pow2(weight_bits) / static_cast<double>(den));
+#endif
+  return mul_f64(static_cast<double>(rinv), pow2(-weight_bits));
+}
+
+// p_ij. W has at most 25 significant bits and rinv 24, so the float64 product is exact and f32 rounds it once.
+DET_HD float probability_of(uint32_t weight, double inverse) {
+  return static_cast<float>(mul_f64(static_cast<double>(weight), inverse));
+}
+
+// dP_ij of the exact dot product, rounded to float32 already. unit = 2^(eo + ev - 2(b-1)); the product is exact.
+DET_HD float score_gradient_of(float dot, double unit) {
+  return static_cast<float>(mul_f64(static_cast<double>(dot), unit));
+}
+
+// ds_ij; 0 where W_ij is 0, whatever dP and delta are.
+DET_HD float score_term_of(uint32_t weight, float probability, float gradient, float delta) {
+  if (weight == 0) return 0.0f;
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(probability, __fsub_rn(gradient, delta));
+#else
+  return probability * (gradient - delta);
+#endif
+}
+
+// A reference as the sums read it: what no call can have had is clamped, so that every shift exists.
+constexpr int kLowestReference = -400;
+constexpr int kHighestReference = 1200;
+DET_HD int reference_from_public(int32_t reference) {
+  return reference < kLowestReference ? kLowestReference
+                                      : (reference > kHighestReference ? kHighestReference : reference);
+}
+
+// One row of a gradient: f64 of the exact integer sum -> float32. scale is 1 for dK and dV.
+DET_HD float gradient_of(double sum, int32_t reference, double scale, int operand_bits) {
+  if (reference == kReferencePoisoned) return float_of(kQuietNan);
+  if (reference == kReferenceEmpty || sum == 0.0) return 0.0f;
+  const int n = reference_from_public(reference) - kGradientBits - (operand_bits - 1);
+  return static_cast<float>(mul_f64(scale, scale_pow2(sum, n)));
 }
 
 }  // namespace det_attn

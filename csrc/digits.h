@@ -127,4 +127,31 @@ DET_HD double digits_round(const int64_t* digits, int64_t stride) {
   return negative ? -magnitude : magnitude;
 }
 
+// ---- Section 8: gradient sums ----------------------------------------------------------------------------------
+// A gradient sum is a plain integer of three digits: digit k weighs 2^(32k). |sum| <= 2^G * 2^(b-1) * 2^31 terms.
+constexpr int kGradientDigits = 3;
+static_assert(kGradientBits + (kHighest.operand_bits - 1) + 31 < 2 * kDigitBits + 31,
+              "the top digit must hold 2^31 of the largest terms, with room for shards");
+
+// digits += x
+DET_HD void gradient_digits_add(int64_t (&digits)[kGradientDigits], int64_t x) {
+  digits[0] += x & 0xffffffffll;
+  digits[1] += x >> 32;  // signed: the top digit is left to the carries
+}
+
+// Digits 0 and 1 into [0, 2^32), the sign into digit 2. Exact, value unchanged.
+DET_HD void gradient_digits_normalise(int64_t* digits) {
+  digits[1] += digits[0] >> 32;
+  digits[0] &= 0xffffffffll;
+  digits[2] += digits[1] >> 32;
+  digits[1] &= 0xffffffffll;
+}
+
+// f64 of the sum, rounded once. The digits need not be normal; they are left unchanged.
+DET_HD double gradient_digits_round(const int64_t* digits) {
+  const int64_t middle = digits[1] + (digits[0] >> 32);
+  const int64_t high = digits[2] + (middle >> 32);
+  return round_wide(high, (static_cast<uint64_t>(middle) << 32) | (static_cast<uint64_t>(digits[0]) & 0xffffffffull));
+}
+
 }  // namespace det_attn

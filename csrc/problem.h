@@ -104,4 +104,13 @@ struct Problem {
   DET_MEMBER int64_t kv_head(int64_t q_head) const { return q_head / (q_heads / kv_heads); }
 };
 
+// What the backward stages see (section 8): the call, the gradient of its output, and what the forward pass kept.
+struct Gradient {
+  Problem problem;        // all of q, k, v
+  View grad;              // dO [batch, q_heads, q_len, head_dim], any input dtype
+  View out;               // the float32 output over all keys, before any further rounding; q's shape
+  const double* rowmax;   // public form, over all keys, [batch, q_heads, q_len]
+  const int64_t* den;     // over all keys, [batch, q_heads, q_len]
+};
+
 }  // namespace det_attn

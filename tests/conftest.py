@@ -21,10 +21,18 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, and said so at the end, where there is none")
+    config.addinivalue_line("markers", "full: the whole matrix; hours on a CPU, so it runs with --full only")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the whole matrices too (meant for a GPU)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     if not HAS_CUDA:
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -33,6 +41,10 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter):
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no CUDA device" in str(r.longrepr)]
+    missing = [r for r in terminalreporter.stats.get("skipped", []) if "not in this build" in str(r.longrepr)]
+    if missing:
+        line = f"NO BACKWARD ON CUDA IN THIS BUILD: {len(missing)} tests did not run"
+        terminalreporter.write_sep("=", line, yellow=True, bold=True)
     if skipped:
         terminalreporter.write_sep("=", f"NO CUDA DEVICE: {len(skipped)} tests did not run", yellow=True, bold=True)
 

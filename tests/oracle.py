@@ -330,6 +330,7 @@ def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_o
     dQ, dK, dV = (np.zeros(x.shape, np.float64) for x in (q, k, v))
     A, B, C = np.full(shape, NO_TERM), np.full(keys, NO_TERM), np.full(keys, NO_TERM)
     bad_q, bad_k = np.zeros(shape, bool), np.zeros(keys, bool)
+    over_q, over_k = np.zeros(shape, bool), np.zeros(keys, bool)  # a ds beyond float32: dV does not see it
     pairs = {}
     for at, to, pair in _pairs(Q, K, causal, scale, 0, None, precision, q_offset, 0):
         bad_pair = pair.mask & ((pair.q_bad | o_bad[at])[:, None] | (pair.k_bad | v_bad[to])[None, :])
@@ -338,9 +339,14 @@ def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_o
         mask = pair.mask & ~bad_q[at][:, None]
         W = np.where(mask, weights(np.where(mask, M[at][:, None] - pair.S, 0), T), 0)
         p, ds = pair_gradients(W, DEN[at], v[to], ev[to], o[at], eo[at], delta[at], b, T)
+        overflow = ~np.isfinite(ds)
+        over_q[at] = overflow.any(-1)
+        over_k[to] |= overflow.any(0)
+        ds = np.where(overflow, np.float32(0), ds)
         A[at] = (exponent(ds) + ek[to][None, :]).max(-1, initial=NO_TERM)
         A[at] = np.where((ds != 0).any(-1), A[at], NO_TERM)
-        dQ[at] = scale * gradient_sum(ds, ek[to], k[to], A[at], b)
+        total = gradient_sum(ds, ek[to], k[to], A[at], b)
+        dQ[at] = np.where(total == 0, 0, scale * total)
         pairs.setdefault(to, []).append((at, p, ds))
     for to, heads in pairs.items():  # dK and dV sum over every query head of the group
         p, ds = (np.concatenate([head[n] for head in heads]).T for n in (1, 2))  # [Skv, group * Sq]
@@ -350,8 +356,15 @@ def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_o
         C[to] = np.where((p != 0).any(-1), (exponent(p) + eos).max(-1, initial=NO_TERM), NO_TERM)
         dK[to] = gradient_sum(ds, eqs, qs, B[to], b)
         dV[to] = gradient_sum(p, eos, os, C[to], b)
-    dQ[bad_q], dK[bad_k], dV[bad_k] = np.nan, np.nan, np.nan
-    return Gradients(*(x.astype(np.float32) for x in (dQ, dK, dV)), A, B, C)
+    dQ[bad_q | over_q], dK[bad_k | over_k], dV[bad_k] = np.nan, np.nan, np.nan
+    with np.errstate(over="ignore", under="ignore"):
+        return Gradients(*(x.astype(np.float32) for x in (dQ, dK, dV)), A, B, C)
+
+
+def public_reference(reference, gradient):
+    """A, B or C as int32: 2^31 - 1 for the rows that are NaN, -2^31 for those without a term."""
+    found = np.where(reference == NO_TERM, -(2**31), reference)
+    return np.where(np.isnan(gradient).any(-1), 2**31 - 1, found).astype(np.int32)
 
 
 def row_deltas(dO, out):

@@ -52,13 +52,23 @@ SCHEMAS = {
     "forward": "(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, "
     "SymInt kv_lo, SymInt kv_hi, ScalarType out_dtype, str path) -> (Tensor out, Tensor rowmax, Tensor den)",
 }
+GRADIENT_INPUTS = "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, "
+GRADIENT_CALL = "bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, "
+GRADIENT_NEED = "bool need_q, bool need_k, bool need_v, "
+GRADIENT_SCHEMAS = {
+    "grad_reference": f"{GRADIENT_INPUTS}{GRADIENT_CALL}str path) -> (Tensor a, Tensor b, Tensor c)",
+    "grad_accumulate": f"{GRADIENT_INPUTS}Tensor a, Tensor b, Tensor c, {GRADIENT_CALL}{GRADIENT_NEED}str path) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)",
+    "grad_finalize": "(Tensor sums, Tensor reference, float scale, str precision, ScalarType out_dtype) -> Tensor",
+    "backward": f"{GRADIENT_INPUTS}{GRADIENT_CALL}{GRADIENT_NEED}str path) -> (Tensor dq, Tensor dk, Tensor dv)",
+}  # their opcheck is in test_gradients.py
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", {**SCHEMAS, **GRADIENT_SCHEMAS})
 def test_schema(kernel, name):
     schema = str(getattr(kernel.ops, name).default._schema)
     assert schema.split("::")[1].startswith(name + "(")
-    assert schema[schema.index("(") :] == SCHEMAS[name]
+    assert schema[schema.index("(") :] == {**SCHEMAS, **GRADIENT_SCHEMAS}[name]
 
 
 # ---- opcheck --------------------------------------------------------------------------------------------------------

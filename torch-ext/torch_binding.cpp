@@ -17,6 +17,20 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, "
       "SymInt kv_hi, ScalarType out_dtype, str path) -> (Tensor out, Tensor rowmax, Tensor den)");
+  ops.def(
+      "grad_reference(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, bool causal, "
+      "float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, str path) -> "
+      "(Tensor a, Tensor b, Tensor c)");
+  ops.def(
+      "grad_accumulate(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, Tensor a, "
+      "Tensor b, Tensor c, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, "
+      "bool need_q, bool need_k, bool need_v, str path) -> (Tensor dq, Tensor dk, Tensor dv)");
+  ops.def(
+      "grad_finalize(Tensor sums, Tensor reference, float scale, str precision, ScalarType out_dtype) -> Tensor");
+  ops.def(
+      "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, bool causal, "
+      "float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, bool need_q, bool need_k, bool need_v, "
+      "str path) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
@@ -25,6 +39,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("accumulate", TORCH_BOX(&det_attn::accumulate));
   ops.impl("finalize", TORCH_BOX(&det_attn::finalize));
   ops.impl("forward", TORCH_BOX(&det_attn::forward));
+  ops.impl("grad_reference", TORCH_BOX(&det_attn::grad_reference));
+  ops.impl("grad_accumulate", TORCH_BOX(&det_attn::grad_accumulate));
+  ops.impl("grad_finalize", TORCH_BOX(&det_attn::grad_finalize));
+  ops.impl("backward", TORCH_BOX(&det_attn::backward));
 }
 
 #if defined(CUDA_KERNEL)
@@ -34,6 +52,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("accumulate", TORCH_BOX(&det_attn::accumulate));
   ops.impl("finalize", TORCH_BOX(&det_attn::finalize));
   ops.impl("forward", TORCH_BOX(&det_attn::forward));
+  ops.impl("grad_reference", TORCH_BOX(&det_attn::grad_reference));
+  ops.impl("grad_accumulate", TORCH_BOX(&det_attn::grad_accumulate));
+  ops.impl("grad_finalize", TORCH_BOX(&det_attn::grad_finalize));
+  ops.impl("backward", TORCH_BOX(&det_attn::backward));
 }
 #endif
 

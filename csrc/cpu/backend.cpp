@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../float_env.h"
+#include "backward.h"
 #include "forward.h"
 #include "isa.h"
 #include "packed.h"
@@ -75,6 +76,18 @@ const Backend& cpu_backend() {
          void* out, DType out_dtype) { cpu::finalize(num, den, count, head_dim, precision, out, out_dtype); },
       [](const Context&, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
         cpu::forward(problem, out, rowmax, den);
+      },
+      [](const Context&, const Gradient& call, int32_t* a, int32_t* b, int32_t* c) {
+        cpu::grad_reference(call, a, b, c);
+      },
+      [](const Context&, const Gradient& call, const int32_t* a, const int32_t* b, const int32_t* c, int64_t* dq,
+         int64_t* dk, int64_t* dv) { cpu::grad_accumulate(call, a, b, c, dq, dk, dv); },
+      [](const Context&, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim, double scale,
+         Precision precision, void* out, DType out_dtype) {
+        cpu::grad_finalize(sums, reference, count, head_dim, scale, precision, out, out_dtype);
+      },
+      [](const Context&, const Gradient& call, const MutableView& dq, const MutableView& dk, const MutableView& dv) {
+        cpu::backward(call, dq, dk, dv);
       },
   };
   return backend;

@@ -1,5 +1,5 @@
-// The vector kernels of the CPU as one table per instruction set. In: rows and packed panels. Out: score tiles, weights,
-// partial sums. Serves docs/contract.md sections 1, 2, 4, 5, 6; the callers (rows.cpp, tile_worker.cpp) hold no SIMD.
+// The vector kernels of the CPU as one table per instruction set. In: rows and packed panels. Out: score tiles,
+// weights, partial sums. Serves docs/contract.md sections 1, 2, 4, 5, 6, 8; the callers (rows.cpp, *_worker.cpp) hold no SIMD.
 #pragma once
 
 #include "../problem.h"
@@ -15,8 +15,27 @@ constexpr int kScoreStride = kKeyTile + 8;  // not a power of two: 12 rows must 
 
 static constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
+// The float64 rounding takes scores up to 2^51 in units of 2^-24: D * 2^(eq + ek) <= 2^(51 - 24).
+static inline int fast_exponent_sum(int depth) {
+  int log2_depth = 0;
+  while ((1 << log2_depth) < depth) ++log2_depth;
+  return 51 - kScoreFractionBits - log2_depth;
+}
+
 // A weight is split as W = high * 2^kHalfBits + low with |low|, high <= 2^(kHalfBits - 1).
 constexpr int kHalfBits = 16;
+
+// What belongs to the query of a pair and what to its key, in a row of pairs (section 8). One of the two is the row, so
+// its pointers have one element; the other's have one for each column.
+struct PairQuery {
+  const double* maximum;  // M; +infinity for a query that takes no part
+  const double* inverse;  // rinv * 2^-T
+  const float* delta;
+  const double* grad_unit;  // 2^(eo - 2(b-1))
+};
+struct PairKey {
+  const double* value_unit;  // 2^ev
+};
 
 struct TileKernels {
   const char* isa;
@@ -54,6 +73,27 @@ struct TileKernels {
 
   // out_i = f32(f64(high_i * 2^16 + low_i) * scale / den), or high_i alone if low is null. den > 0.
   void (*finish_row)(const double* high, const double* low, int n, double scale, double den, float* out);
+
+  // s_j *= row_unit * column_unit_j, powers of two.
+  void (*scale_row)(double* s, const double* column_unit, double row_unit, int n);
+
+  // p and ds of a row of pairs from scores and from the exact products o^ v^. n is a multiple of kPanel.
+  void (*pair_terms)(bool query_is_row, const double* s, const double* dot, int n, const PairQuery& query,
+                     const PairKey& key, int weight_bits, float* p, float* ds);
+
+  // Magnitudes for the references: returns max_j |ds_j| * key_unit_j, and raises b_j to |ds_j| * query_unit and c_j to
+  // p_j * grad_unit. A ds that is not finite counts as infinity. n is a multiple of kPanel.
+  double (*magnitudes)(const float* p, const float* ds, int n, const double* key_unit, double query_unit,
+                       double grad_unit, double* b, double* c);
+
+  // t_j = rne(x_j * column_unit_j * row_unit), clamped to [-2^kGradientBits, 2^kGradientBits].
+  void (*short_terms)(const float* x, const double* column_unit, double row_unit, int n, double* t);
+
+  // out_kj = x_jk for kPanel k and n j, rows of kKeyTile on both sides.
+  void (*turn_pairs)(const float* x, int n, float* out);
+
+  // sum_i += x_i, x_i an integer, |x_i| <= 2^53.
+  void (*add_integers)(const double* x, int64_t n, int64_t* sum);
 };
 
 // The kernels for this machine, chosen once; the environment's DET_ATTN_CPU_ISA may name others.

@@ -176,7 +176,7 @@ double row_max(const double* s, int n) {
 // weight_of() for 32-bit lanes. p * 2^31 = w24 * 2^7 with w24 = p * 2^24 < 2^25, so for n = halvings + 31 - T the
 // rounded shift by n is a left shift for n <= 7 and rhu(w24, n - 7) above; from n - 7 = 26 on it is 0, so 31 will do.
 // A distance clamped to kZeroWeightDistance has n >= 46, hence weight 0.
-void weights_of(const uint32_t* distance, int n, int weight_bits, uint32_t* weight) {
+DET_MEMBER void weights_of(const uint32_t* distance, int n, int weight_bits, uint32_t* weight) {
   uint32_t u[kKeyTile];
   for (int j = 0; j < n; ++j) {
     u[j] = static_cast<uint32_t>((static_cast<uint64_t>(distance[j]) * kLog2eFixed + (1u << 29)) >> 30);
@@ -254,8 +254,86 @@ void finish_row(const double* high, const double* low, int n, double scale, doub
   }
 }
 
-constexpr TileKernels kKernels = {DET_ISA_NAME, load_row,     max_abs,     quantise_row, transpose, gemm,
-                                  round_scores, mask_scores,  row_max,     weights,      flush,     finish_row};
+// ---- Section 8: gradients --------------------------------------------------------------------------------------
+
+void scale_row(double* s, const double* column_unit, double row_unit, int n) {
+  for (int j = 0; j < n; ++j) s[j] *= row_unit * column_unit[j];
+}
+
+template <bool kQueryIsRow>
+inline void pair_terms_of(const double* s, const double* dot, int n, const PairQuery& query, const PairKey& key,
+                          int weight_bits, float* p, float* ds) {
+  uint32_t distance[kKeyTile];
+  uint32_t weight[kKeyTile];
+  const double zero_from = static_cast<double>(kZeroWeightDistance);
+  for (int j = 0; j < n; ++j) {
+    double x = query.maximum[kQueryIsRow ? 0 : j] - s[j];
+    x = x > 0.0 ? x : 0.0;
+    x = x < zero_from ? x : zero_from;
+    distance[j] = static_cast<uint32_t>(static_cast<int32_t>(x));
+  }
+  weights_of(distance, n, weight_bits, weight);
+  for (int j = 0; j < n; ++j) {
+    const int of_query = kQueryIsRow ? 0 : j;
+    const int of_key = kQueryIsRow ? j : 0;
+    const float probability = probability_of(weight[j], query.inverse[of_query]);
+    const double unit = query.grad_unit[of_query] * key.value_unit[of_key];
+    const float gradient = score_gradient_of(static_cast<float>(dot[j]), unit);
+    const float term = probability * (gradient - query.delta[of_query]);
+    p[j] = probability;
+    ds[j] = weight[j] != 0 ? term : 0.0f;
+  }
+}
+
+void pair_terms(bool query_is_row, const double* s, const double* dot, int n, const PairQuery& query,
+                const PairKey& key, int weight_bits, float* p, float* ds) {
+  if (query_is_row) {
+    pair_terms_of<true>(s, dot, n, query, key, weight_bits, p, ds);
+  } else {
+    pair_terms_of<false>(s, dot, n, query, key, weight_bits, p, ds);
+  }
+}
+
+double magnitudes(const float* p, const float* ds, int n, const double* key_unit, double query_unit, double grad_unit,
+                  double* b, double* c) {
+  double of_row[kKeyTile];
+  for (int j = 0; j < n; ++j) {
+    const double size = __builtin_fabs(static_cast<double>(ds[j]));
+    const double x = size <= 3.4028234663852886e38 ? size : __builtin_inf();
+    of_row[j] = x * key_unit[j];
+    const double for_key = x * query_unit;
+    const double for_value = static_cast<double>(p[j]) * grad_unit;
+    b[j] = for_key > b[j] ? for_key : b[j];
+    c[j] = for_value > c[j] ? for_value : c[j];
+  }
+  return row_max(of_row, n);
+}
+
+// Clamped before it is rounded, which gives the same and keeps the magic number's range. A NaN ends at the limit.
+void short_terms(const float* x, const double* column_unit, double row_unit, int n, double* t) {
+  const double limit = static_cast<double>(1 << kGradientBits);
+  for (int j = 0; j < n; ++j) {
+    double y = static_cast<double>(x[j]) * column_unit[j] * row_unit;
+    y = y < limit ? y : limit;
+    y = y > -limit ? y : -limit;
+    t[j] = (y + kRoundMagic) - kRoundMagic;
+  }
+}
+
+void turn_pairs(const float* x, int n, float* out) {
+  for (int j = 0; j < n; ++j) {
+    for (int k = 0; k < kPanel; ++k) out[k * kKeyTile + j] = x[j * kKeyTile + k];
+  }
+}
+
+void add_integers(const double* x, int64_t n, int64_t* sum) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += static_cast<int64_t>(x[i]);
+}
+
+constexpr TileKernels kKernels = {DET_ISA_NAME, load_row,     max_abs,     quantise_row, transpose,   gemm,
+                                  round_scores, mask_scores,  row_max,     weights,      flush,       finish_row,
+                                  scale_row,    pair_terms,   magnitudes,  short_terms, turn_pairs,
+                                  add_integers};
 
 }  // namespace
 }  // namespace DET_ISA

@@ -11,13 +11,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// The float64 rounding takes scores up to 2^51 in units of 2^-24: D * 2^(eq + ek) <= 2^(51 - 24).
-int fast_exponent_sum(int depth) {
-  int log2_depth = 0;
-  while ((1 << log2_depth) < depth) ++log2_depth;
-  return 51 - kScoreFractionBits - log2_depth;
-}
-
 }  // namespace
 
 TileWorker::TileWorker(const Problem& problem, const PackedKeys& keys, int max_rows, bool cache_scores)

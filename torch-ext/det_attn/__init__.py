@@ -7,13 +7,27 @@ integer arithmetic, and the result is rounded once. docs/contract.md states the 
     det_attn(Q, K, V, causal)                    the fused call
     det_attn_sharded(Q, K, V, kv_splits, causal) the same bytes over shards of the keys
     rowmax, accumulate, finalize                 the stages, for shards that live apart: combine by max, by +
+    grad_reference, grad_accumulate, grad_finalize   the same for gradients: combine by max, by +
     rows                                         the integers that the stages see
 """
 
-from . import meta as _meta  # noqa: F401  registers the fake implementations and the autograd formula
+from . import meta as _meta  # noqa: F401  registers the fake implementations
 from ._ops import ops
 from .attention import State, det_attn
+from .gradients import grad_accumulate, grad_finalize, grad_reference
 from .sharding import det_attn_sharded
 from .stages import accumulate, finalize, rowmax, rows
 
-__all__ = ["State", "accumulate", "det_attn", "det_attn_sharded", "finalize", "ops", "rowmax", "rows"]
+__all__ = [
+    "State",
+    "accumulate",
+    "det_attn",
+    "det_attn_sharded",
+    "finalize",
+    "grad_accumulate",
+    "grad_finalize",
+    "grad_reference",
+    "ops",
+    "rowmax",
+    "rows",
+]

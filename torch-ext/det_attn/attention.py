@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import checks
 from ._ops import ops
+from .gradients import Narrow
 
 
 class State(NamedTuple):
@@ -59,7 +60,11 @@ def det_attn(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: from backward(), if an input requires grad; the gradient does not exist yet.
+        RuntimeError: from backward() of CUDA tensors, whose backward is not in this build yet.
+        NotImplementedError: from the backward() of a gradient: the second derivative does not exist.
+
+    Gradients of Q, K and V, those that require one, are exact sums too (contract section 8): the same bytes for every
+    run, batching, grouping and sharding, in Q's dtype. The State has no gradient.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)
@@ -70,7 +75,13 @@ def det_attn(
     checks.path_name(path, Q)
     checks.output_dtype(out_dtype)
     checks.flag(return_state, "return_state")
-    out, rowmax, den = ops.forward.default(Q, K, V, causal, scale, precision, diagonal, 0, kv_len, out_dtype, path)
+    dtype = out_dtype
+    if out_dtype is not torch.float32 and torch.is_grad_enabled():
+        if Q.requires_grad or K.requires_grad or V.requires_grad:
+            dtype = torch.float32  # which the gradient is a function of
+    out, rowmax, den = ops.forward.default(Q, K, V, causal, scale, precision, diagonal, 0, kv_len, dtype, path)
+    if dtype is not out_dtype:
+        out = Narrow.apply(out, out_dtype)
     if not return_state:
         return out
     weight_unit = 2.0**-31 if precision == "highest" else 2.0**-23

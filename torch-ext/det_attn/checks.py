@@ -15,6 +15,7 @@ from ._ops import add_op_namespace_prefix
 MAX_HEAD_DIM = 256
 MAX_KEYS = 2**31
 DIGITS = 12
+GRADIENT_DIGITS = 3
 _MAX_OFFSET = 2**62  # so that q_offset - kv_offset fits the op's int64
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -123,6 +124,59 @@ def sums(NUM, DEN, shape):
             raise TypeError(f"shape: got {_got_type(shape)}, must be a tuple or list of ints, or None")
         if tuple(shape) != tuple(NUM.shape[:-1]):
             raise ValueError(f"shape: got {tuple(shape)}, but NUM and DEN are of an output {tuple(NUM.shape[:-1])}")
+
+
+def output_gradient(dO, out, DEN, Q, q_shape):
+    """dO of any input dtype and out float32, both [B, Hq, Sq, D]; DEN int64 [B, Hq, Sq]."""
+    for x, name in ((dO, "dO"), (out, "out")):
+        _tensor(x, name)
+        if x.dtype not in _INPUT_DTYPES:
+            raise TypeError(f"{name}: got dtype {x.dtype}, allowed are float32, bfloat16 and float16")
+        _same_device(x, Q.device, name, "Q")
+        if x.shape != q_shape:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be Q's, {tuple(q_shape)}")
+    if out.dtype is not torch.float32:
+        raise TypeError(f"out: got dtype {out.dtype}, must be float32: the output before any further rounding")
+    _row_integers(DEN, "DEN", torch.int64, Q.device, q_shape[:3], "[B, Hq, Sq] of Q", "the forward pass")
+
+
+def _row_integers(x, name, dtype, device, shape, which, source):
+    _tensor(x, name)
+    if x.dtype is not dtype:
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be {dtype}, as {source} returns it")
+    _same_device(x, device, name, "Q")
+    if x.shape != shape:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be {which}, {tuple(shape)}")
+
+
+def references(A, B, C, Q, q_shape, k_shape):
+    """A int32 [B, Hq, Sq]; B and C int32 [B, Hkv, Skv]."""
+    for x, name, shape, which in (
+        (A, "A", q_shape[:3], "[B, Hq, Sq] of Q"),
+        (B, "B", k_shape[:3], "[B, Hkv, Skv] of K"),
+        (C, "C", k_shape[:3], "[B, Hkv, Skv] of K"),
+    ):
+        _row_integers(x, name, torch.int32, Q.device, shape, which, "grad_reference()")
+
+
+def gradient_sums(SUM, reference):
+    """SUM int64 [..., D, 3] and its reference int32 [...]."""
+    _tensor(SUM, "SUM")
+    if SUM.dtype is not torch.int64:
+        raise TypeError(f"SUM: got dtype {SUM.dtype}, must be int64, as grad_accumulate() returns it")
+    if SUM.dim() < 2 or SUM.shape[-1] != GRADIENT_DIGITS:
+        raise ValueError(f"SUM: got shape {tuple(SUM.shape)}, must be [..., head_dim, {GRADIENT_DIGITS}]")
+    head_dim = SUM.shape[-2]
+    if head_dim < 1 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"SUM: got head_dim {head_dim} in shape {tuple(SUM.shape)}, allowed is 1 to {MAX_HEAD_DIM}")
+    _tensor(reference, "reference")
+    if reference.dtype is not torch.int32:
+        raise TypeError(f"reference: got dtype {reference.dtype}, must be int32, as grad_reference() returns it")
+    _same_device(reference, SUM.device, "reference", "SUM")
+    if reference.shape != SUM.shape[:-2]:
+        raise ValueError(
+            f"reference: got shape {tuple(reference.shape)}, must be SUM's without [D, 3], {tuple(SUM.shape[:-2])}"
+        )
 
 
 def _integer(x, name):

@@ -1,6 +1,8 @@
-"""Attention over shards of the keys on one device: rowmax, accumulate and finalize, combined by max and +.
+"""Attention over shards of the keys on one device: the stages of the forward and of the backward pass, combined by max
+and +.
 
-In: as the fused call, and how the keys are cut. Out: the fused call's bytes, for every cut (contract sections 3, 5, 6).
+In: as the fused call, and how the keys are cut. Out: the fused call's bytes, and those of its gradients, for every cut
+(contract sections 3, 5, 6, 8).
 """
 
 from typing import Optional, Sequence
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .stages import accumulate, finalize, rowmax
+from ._ops import ops
+from .gradients import Narrow, refuse_twice
 
 
 def det_attn_sharded(
@@ -36,24 +39,85 @@ def det_attn_sharded(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: an input requires grad and grad mode is on.
+        RuntimeError: from backward() of CUDA tensors, whose backward is not in this build yet, and of a gradient.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)
     shards = checks.key_splits(kv_splits, k_shape[2])
     checks.output_dtype(out_dtype)
-    checks.no_gradient("det_attn_sharded", Q=Q, K=K, V=V)
-    same = dict(precision=precision, q_offset=q_offset, path=path)
+    diagonal = checks.diagonal(causal, q_offset, 0, q_shape[2], k_shape[2])
+    scale = checks.softmax_scale(scale, q_shape[3])
+    checks.precision_name(precision)
+    checks.path_name(path, Q)
+    call = (causal, scale, precision, diagonal)
+    if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
+        out = _Sharded.apply(Q, K, V, call, shards, path)
+        return out if out_dtype is torch.float32 else Narrow.apply(out, out_dtype)
+    return _forward(Q, K, V, call, shards, out_dtype, path)[0]
 
+
+def _forward(Q, K, V, call, shards, out_dtype, path):
+    """out, and what the backward pass needs beside it: rowmax and DEN over all keys."""
     maximum = None
     for kv_lo, kv_hi in shards:
-        shard = rowmax(Q, K, causal, scale, kv_lo, kv_hi, **same)
+        shard = ops.rowmax.default(Q, K, *call, kv_lo, kv_hi, path)
         maximum = shard if maximum is None else torch.maximum(maximum, shard)
 
     num, den = None, None
     for kv_lo, kv_hi in shards:
-        shard_num, shard_den = accumulate(Q, K, V, maximum, causal, scale, kv_lo, kv_hi, **same)
+        shard_num, shard_den = ops.accumulate.default(Q, K, V, maximum, *call, kv_lo, kv_hi, path)
         num = shard_num if num is None else num.add_(shard_num)  # in place: NUM is the largest tensor here
         den = shard_den if den is None else den.add_(shard_den)
 
-    return finalize(num, den, q_shape, precision=precision, out_dtype=out_dtype)
+    return ops.finalize.default(num, den, call[2], out_dtype), maximum, den
+
+
+def _backward(dO, Q, K, V, out, rowmax, den, call, shards, need, path):
+    """dQ, dK, dV; None where not needed."""
+    given = (dO, Q, K, V, out, rowmax, den)
+    references = None
+    for kv_lo, kv_hi in shards:
+        shard = ops.grad_reference.default(*given, *call, kv_lo, kv_hi, path)
+        references = shard if references is None else tuple(map(torch.maximum, references, shard))
+
+    sums = None
+    for kv_lo, kv_hi in shards:
+        shard = ops.grad_accumulate.default(*given, *references, *call, kv_lo, kv_hi, *need, path)
+        sums = shard if sums is None else tuple(a.add_(b) for a, b in zip(sums, shard))
+
+    _, scale, precision, _ = call
+    return tuple(
+        ops.grad_finalize.default(total, reference, factor, precision, Q.dtype) if needed else None
+        for total, reference, factor, needed in zip(sums, references, (scale, 1.0, 1.0), need)
+    )
+
+
+class _Sharded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, Q, K, V, call, shards, path):
+        out, rowmax, den = _forward(Q, K, V, call, shards, torch.float32, path)
+        ctx.save_for_backward(Q, K, V, out, rowmax, den)
+        ctx.call, ctx.shards, ctx.path = call, shards, path
+        return out
+
+    @staticmethod
+    def backward(ctx, dO):
+        Q, K, V, *state = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        with torch.no_grad():
+            found = _backward(dO, Q, K, V, *state, ctx.call, ctx.shards, need, ctx.path)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = tuple(x if x is None else _Once.apply(x, dO, Q, K, V) for x in found)
+        return (*found, None, None, None)
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that refuses, instead of forgetting, that it depends on dO, Q, K and V."""
+
+    @staticmethod
+    def forward(ctx, gradient, *inputs):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_twice(ctx, *grads)

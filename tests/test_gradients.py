@@ -1,0 +1,615 @@
+"""Promise: the gradients are the contract's, bit for bit (section 8): over runs, splits of keys, splits of queries and
+permuted keys, with every torch feature that training uses; and their error is that of the precision asked for.
+
+In: the matrix below, fast by default, whole with --full. Out: dQ, dK, dV against the oracle, the worked examples and
+float64 autograd. Where a CUDA build has no backward yet, the CUDA half is skipped, and said so at the end.
+"""
+
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import generators
+import oracle
+from conftest import assert_same_bits
+from helpers import make, tensor
+
+VECTORS = pathlib.Path(__file__).parent / "vectors"
+INDEX = json.loads((VECTORS / "index.json").read_text())
+NAMES = ("dQ", "dK", "dV")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backward_is_there(kernel, device):
+    x = torch.zeros(1, 1, 1, 8, device=device, requires_grad=True)
+    try:
+        kernel.det_attn(x, x, x).sum().backward()
+    except RuntimeError as error:
+        if "backward on CUDA is not in this build" not in str(error):
+            raise
+        pytest.skip("backward on CUDA is not in this build")
+
+
+def make_all(family, device="cpu", **sizes):
+    """Q, K, V of a family, and a dO of another stream in the same dtype."""
+    Q, K, V = make(family, device, **sizes)
+    dO = tensor(generators.normal(sizes.get("seed", 0) + 77, 900, Q.shape)).to(Q.dtype).to(device)
+    return Q, K, V, dO
+
+
+def gradients(call, Q, K, V, dO):
+    """(out, dQ, dK, dV) of one forward and backward; dO is cast to the output's dtype, which loses nothing here."""
+    leaves = [x.detach().clone().requires_grad_() for x in (Q, K, V)]
+    out = call(*leaves)
+    out.backward(dO.to(out.dtype))
+    return (out.detach(), *(x.grad for x in leaves))
+
+
+def assert_same_gradients(found, expected, what=""):
+    for name, x, y in zip(("out", *NAMES), found, expected):
+        assert_same_bits(x, y, f"{what} {name}")
+
+
+# ---- Against the worked examples and the oracle ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_gradients_meet_the_worked_examples(kernel, device, name):
+    settings, x = INDEX[name], np.load(VECTORS / f"{name}.npz")
+    Q, dO = tensor(x["Q"][None]).to(device), tensor(x["dO"][None]).to(device)
+    K, V = (tensor(x[n][None, None]).to(device) for n in "KV")
+    how = dict(precision=settings["precision"], scale=settings["scale"])
+    found = gradients(lambda *qkv: kernel.det_attn(*qkv, settings["causal"], **how), Q, K, V, dO)
+    for name, y in zip(NAMES, found[1:]):
+        assert_same_bits(y.reshape(x[name].shape), tensor(x[name]), name)
+
+
+def narrow(x, dtype):
+    """Section 6's rounding: torch's own turns NaN into other bits on some machines."""
+    return x.to(dtype).masked_fill(x.isnan(), float("nan"))
+
+
+def check(kernel, device, inputs, causal=False, scale=None, precision="highest", q_offset=None):
+    """Every boundary of the backward pass against the oracle, on a device: references, gradients, fused and staged."""
+    Q, K, V, dO = inputs
+    expected = oracle.gradients(*inputs, causal, scale, precision=precision, q_offset=q_offset)
+    references = [tensor(oracle.public_reference(r, g)) for r, g in zip(expected[3:], expected[:3])]
+    how = dict(causal=causal, scale=scale, precision=precision, q_offset=q_offset)
+    Q, K, V, dO = (x.to(device) for x in inputs)
+    found = gradients(lambda *qkv: kernel.det_attn(*qkv, **how), Q, K, V, dO)
+    wanted = [narrow(tensor(x), Q.dtype) for x in expected[:3]]
+    for name, x, y in zip(NAMES, found[1:], wanted):
+        assert_same_bits(x, y, f"fused {name}")
+
+    out, state = kernel.det_attn(Q, K, V, return_state=True, **how)
+    given = (Q, K, V, dO, out, state.rowmax, state.den)
+    A, B, C = kernel.grad_reference(*given, **how)
+    for name, x, y in zip("ABC", (A, B, C), references):
+        assert_same_bits(x, y, name)
+    sums = kernel.grad_accumulate(*given, A, B, C, **how)
+    for name, total, reference, kind, y in zip(NAMES, sums, (A, B, C), ("query", "key", "value"), wanted):
+        x = kernel.grad_finalize(
+            total, reference, kind, scale if kind == "query" else None, precision=precision, out_dtype=Q.dtype
+        )
+        assert_same_bits(x, y, f"staged {name}")
+    return wanted
+
+
+ORACLE_CASES = {
+    "plain": dict(heads=(2, 2), Sq=40, Skv=55, D=16),
+    "groups": dict(heads=(6, 2), Sq=50, Skv=140, D=24, B=2),
+    "one key head": dict(heads=(3, 1), Sq=130, Skv=33, D=8),
+    "widest": dict(heads=(2, 1), Sq=19, Skv=150, D=256),
+    "narrowest": dict(heads=(1, 1), Sq=7, Skv=5, D=1),
+}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", ORACLE_CASES)
+def test_gradients_meet_the_oracle(kernel, device, case, causal, precision):
+    check(kernel, device, make_all("normal", seed=5, **ORACLE_CASES[case]), causal, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", generators.DTYPES)
+@pytest.mark.parametrize("family", generators.FAMILIES)
+def test_gradients_of_every_family_meet_the_oracle(kernel, device, family, dtype):
+    inputs = make_all(family, seed=9, heads=(4, 2), Sq=33, Skv=65, D=40, dtype=dtype)
+    check(kernel, device, inputs, True, generators.torch_scale(family))
+
+
+@pytest.mark.parametrize("q_offset, scale", [(0, None), (-10, 0.5), (100, -2.0), (3, 0.0), (5, 1e30), (5, 1e-30)])
+def test_offsets_and_scales_meet_the_oracle(kernel, device, q_offset, scale):
+    check(kernel, device, make_all("normal", seed=2, heads=(2, 1), Sq=50, Skv=60, D=16), True, scale, "high", q_offset)
+
+
+@pytest.mark.parametrize("exponent", [-140, -60, 60, 120])
+def test_gradients_of_any_size_meet_the_oracle(kernel, device, exponent):
+    """dO at both ends of float32: dP and delta underflow to denormals, or overflow and make rows NaN."""
+    Q, K, V, dO = make_all("normal", seed=3, heads=(2, 1), Sq=20, Skv=30, D=16)
+    dO = tensor(generators.scaled(dO.numpy(), exponent))
+    V = V * 2.0**6
+    check(kernel, device, (Q, K, V, dO))
+
+
+def test_large_rows_leave_the_fast_products(kernel, device):
+    """Rows whose integer products pass 2^53: every element is close to the row's largest."""
+    Q, K, V, dO = (x.sign() * 1.98 + x * 2.0**-12 for x in make_all("normal", seed=4, Sq=20, Skv=40, D=256))
+    check(kernel, device, (Q, K, V, dO), scale=0.001)
+
+
+# ---- Special values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["Q", "K", "V", "dO"])
+def test_a_bad_number_makes_the_rows_of_its_pairs_nan_and_no_other(kernel, device, where, bad):
+    inputs = dict(zip(("Q", "K", "V", "dO"), make_all("normal", seed=6, heads=(4, 2), Sq=20, Skv=25, D=16)))
+    row = 12 if where in ("K", "V") else 7
+    inputs[where][0, 1, row, 3] = bad
+    dQ, dK, dV = check(kernel, device, tuple(inputs.values()), True)  # query i attends keys 0 .. i + 5
+    nan_q, nan_k, nan_v = (x[0].isnan().all(-1) for x in (dQ, dK, dV))
+    expected_q, expected_k = torch.zeros(4, 20, dtype=torch.bool), torch.zeros(2, 25, dtype=torch.bool)
+    if where in ("K", "V"):
+        expected_q[2:, 7:] = True
+        expected_k[1, 12] = True
+    else:
+        expected_q[1, 7] = True
+        expected_k[0, :13] = True
+    assert torch.equal(nan_q, expected_q) and torch.equal(nan_k, expected_k) and torch.equal(nan_v, expected_k)
+    for x in (dQ, dK, dV):
+        assert torch.equal(x[0].isnan().any(-1), x[0].isnan().all(-1))
+
+
+def test_a_bad_query_without_keys_has_no_gradient(kernel, device):
+    Q, K, V, dO = make_all("normal", seed=6, heads=(1, 1), Sq=20, Skv=10, D=8)
+    Q[0, 0, 2, 0] = float("nan")  # q_offset -10: the first ten queries attend nothing
+    dO[0, 0, 3, 0] = float("inf")
+    dQ, dK, dV = check(kernel, device, (Q, K, V, dO), True)
+    assert (dQ[0, 0, :10] == 0).all() and not dK.isnan().any() and not dV.isnan().any()
+
+
+@pytest.mark.parametrize("zero", ["B", "Hq", "Sq", "Skv"])
+def test_empty_inputs_have_empty_or_zero_gradients(kernel, device, zero):
+    sizes = {"B": 2, "Hq": 4, "Hkv": 2, "Sq": 3, "Skv": 5, zero: 0}
+    Q = torch.ones(sizes["B"], sizes["Hq"], sizes["Sq"], 8, device=device)
+    K = torch.ones(sizes["B"], sizes["Hkv"], sizes["Skv"], 8, device=device)
+    for call in (kernel.det_attn, lambda *qkv: kernel.det_attn_sharded(*qkv, [sizes["Skv"]])):
+        for x, gradient in zip((Q, K, K), gradients(call, Q, K, K, Q)[1:]):
+            assert_same_bits(gradient, torch.zeros_like(x))
+
+
+# ---- The matrix: same bytes whatever the run, the split or the order ------------------------------------------------
+
+HEADS = {"mha": (4, 4), "gqa": (12, 4), "mqa": (4, 1)}
+MASKS = ("none", "causal", "causal bottom-right", "padding", "padding causal")
+
+
+def staged(kernel, Q, K, V, dO, cuts_q, cuts_k, causal, q_offset, precision):
+    """(out, dQ, dK, dV) by the public stages over a grid of shards, each with tensors of its own, in reverse order."""
+    how = dict(precision=precision)
+    spans_q = [*itertools.pairwise([0, *cuts_q, Q.shape[2]])]
+    spans_k = [*itertools.pairwise([0, *cuts_k, K.shape[2]])]
+
+    def place(q, k):
+        return dict(how, causal=causal, q_offset=q_offset + q[0], kv_offset=k[0])
+
+    def part(x, span):
+        return x[:, :, span[0] : span[1]].clone()
+
+    rows, A, dQ = [], [], []
+    for q in spans_q:
+        Qs = part(Q, q)
+        keys = [(part(K, k), part(V, k), place(q, k)) for k in spans_k]
+        maximum = torch.stack([kernel.rowmax(Qs, k, **at) for k, _, at in keys]).amax(0)
+        sums = [kernel.accumulate(Qs, k, v, maximum, **at) for k, v, at in reversed(keys)]
+        num, den = (sum(x) for x in zip(*sums))
+        rows.append((Qs, part(dO, q), kernel.finalize(num, den, **how), maximum, den))
+    grid = {}
+    for (i, q), (j, k) in itertools.product(enumerate(spans_q), enumerate(spans_k)):
+        Qs, *state = rows[i]
+        grid[i, j] = (Qs, part(K, k), part(V, k), *state), place(q, k)
+    references = {at: kernel.grad_reference(*given, **where) for at, (given, where) in grid.items()}
+
+    def over(n, at, combine):  # A and dQ meet over shards of keys, the others over shards of queries
+        axis = 0 if n == 0 else 1
+        return combine([x[n] for key, x in reversed(found.items()) if key[axis] == at])
+
+    found = references
+    A = [over(0, i, lambda x: torch.stack(x).amax(0)) for i in range(len(spans_q))]
+    B, C = ([over(n, j, lambda x: torch.stack(x).amax(0)) for j in range(len(spans_k))] for n in (1, 2))
+    found = {
+        (i, j): kernel.grad_accumulate(*given, A[i], B[j], C[j], **where) for (i, j), (given, where) in grid.items()
+    }
+    how["out_dtype"] = Q.dtype
+    dQ = [kernel.grad_finalize(over(0, i, sum), A[i], "query", **how) for i in range(len(spans_q))]
+    dK = [kernel.grad_finalize(over(1, j, sum), B[j], "key", **how) for j in range(len(spans_k))]
+    dV = [kernel.grad_finalize(over(2, j, sum), C[j], "value", **how) for j in range(len(spans_k))]
+    return (torch.cat([row[2] for row in rows], 2), *(torch.cat(x, 2) for x in (dQ, dK, dV)))
+
+
+def one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs):
+    Sq, Skv = (S, S + 37) if mask == "causal bottom-right" else (S, S)
+    causal = "causal" in mask
+    q_offset = 37 if mask == "causal bottom-right" else 0
+    lengths = (S, max(1, S // 2 - 3)) if "padding" in mask else (S,)
+    sizes = dict(B=len(lengths), heads=HEADS[heads], Sq=Sq, Skv=Skv, D=D, dtype=dtype)
+    Q, K, V, dO = make_all("normal", device, seed=21, **sizes)
+    where = dict(causal=causal, q_offset=q_offset, precision=precision)
+    missed = []  # errors beyond the target, told after every bit has been compared
+    for batch, length in enumerate(lengths):  # padding by lengths: a sequence is its rows
+        q, k, v, o = (x[batch : batch + 1] for x in (Q, K, V, dO))
+        if "padding" in mask:
+            q, k, v, o = (x[:, :, :length] for x in (q, k, v, o))
+        n_q, n_k = q.shape[2], k.shape[2]
+        expected = gradients(lambda *qkv: kernel.det_attn(*qkv, **where), q, k, v, o)
+        for run in range(runs):
+            again = gradients(lambda *qkv: kernel.det_attn(*qkv, **where), q, k, v, o)
+            assert_same_gradients(again, expected, f"run {run}")
+        for splits in ([n_k], [n_k // 3, 0, n_k - n_k // 3], [1, n_k - 1]):
+            found = gradients(lambda *qkv: kernel.det_attn_sharded(*qkv, splits, **where), q, k, v, o)
+            assert_same_gradients(found, expected, f"kv_splits {splits}")
+        grid = staged(kernel, q, k, v, o, [n_q // 4, n_q // 4 + 1], [n_k // 2], causal, q_offset, precision)
+        assert_same_gradients(grid, expected, "shards of queries and keys")
+        if not causal:
+            order = torch.randperm(n_k, generator=torch.Generator().manual_seed(1)).to(device)
+            found = gradients(lambda *qkv: kernel.det_attn(*qkv, **where), q, k[:, :, order], v[:, :, order], o)
+            assert_same_bits(found[1], expected[1], "permuted keys: dQ")
+            assert_same_bits(found[2], expected[2][:, :, order], "permuted keys: dK")
+            assert_same_bits(found[3], expected[3][:, :, order], "permuted keys: dV")
+        missed += check_error(q, k, v, o, expected, causal, q_offset, precision)
+    if "padding" in mask and causal:  # causal rows do not see the padding behind them, so one padded batch gives the same rows
+        keep = [torch.arange(S, device=device)[:, None] < length for length in lengths]
+        padded = gradients(lambda *qkv: kernel.det_attn(*qkv, **where), Q, K, V, dO * torch.stack(keep)[:, None])
+        for x, y in zip(padded, expected):
+            assert_same_bits(x[-1:, :, : lengths[-1]], y, "padded batch")
+    return missed
+
+
+def torch_gradients(q, k, v, o, causal, q_offset, dtype):
+    """torch's gradients in `dtype`, keys repeated for the groups so that every version of torch can run it."""
+    group = q.shape[1] // k.shape[1]
+    mask = None
+    if causal:
+        i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+        mask = j[None, :] <= i[:, None] + q_offset
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    repeated = [leaves[0], *(x.repeat_interleave(group, 1) for x in leaves[1:])]
+    out = F.scaled_dot_product_attention(*repeated, attn_mask=mask)
+    return torch.autograd.grad(out, leaves, o.to(dtype))
+
+
+def rms(x, exact):
+    return (x.double() - exact).square().mean().sqrt().item()
+
+
+def check_error(q, k, v, o, found, causal, q_offset, precision):
+    """`highest`: at most twice torch's float32 error; `high`: a tenth of torch's bfloat16 error, before rounding.
+
+    Returns what misses the target of `highest`. It is never more than four times torch's error.
+    """
+    exact = torch_gradients(q, k, v, o, causal, q_offset, torch.float64)
+    theirs = torch_gradients(q, k, v, o, causal, q_offset, torch.float32 if precision == "highest" else torch.bfloat16)
+    missed = []
+    for name, x, y, z in zip(NAMES, found[1:], exact, theirs):
+        if precision == "highest":
+            # The last rounding to the inputs' dtype is not the kernel's to avoid: both pay it.
+            ratio = rms(x, y) / rms(z.to(x.dtype), y)
+            assert ratio <= 4, f"{name}: {ratio:.2f} times torch's error"
+            missed += [f"{name} {ratio:.2f}"] if ratio > 2 else []
+        elif x.dtype is torch.float32:
+            assert rms(x, y) <= rms(z, y) / 10, name
+        else:
+            assert rms(x, y) <= rms(z.to(x.dtype), y), name
+    return missed
+
+
+FAST = [
+    ("float32", "mha", "none", 64, 128, "highest"),
+    ("bfloat16", "gqa", "causal", 64, 128, "high"),
+    ("float16", "mqa", "causal bottom-right", 96, 77, "highest"),
+    ("float32", "gqa", "padding", 128, 70, "high"),
+    ("float32", "gqa", "padding causal", 256, 61, "highest"),
+    ("bfloat16", "mqa", "none", 128, 130, "high"),
+    ("float32", "mqa", "causal", 96, 300, "high"),
+]
+
+
+@pytest.mark.parametrize("dtype, heads, mask, D, S, precision", FAST)
+def test_matrix_fast(kernel, device, dtype, heads, mask, D, S, precision):
+    assert not one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("S", [128, 2048, 333])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", generators.DTYPES)
+def test_matrix_full(kernel, device, dtype, heads, mask, D, S, precision):
+    missed = one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs=10)
+    if missed:
+        # Under a causal mask the first keys sum many small terms beside a large one, and section 8 keeps a term to
+        # 2^-23 of the largest: from about 500 queries on, dK and dV have up to three times torch's error.
+        assert "causal" in mask and not any(m.startswith("dQ") for m in missed), missed
+        pytest.xfail(f"error above twice torch's float32: {', '.join(missed)}")
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("dtype", generators.DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_cpu_and_cuda_give_the_same_gradients(kernel, device, dtype, causal, precision):
+    inputs = make_all("normal", seed=8, B=2, heads=(6, 2), Sq=150, Skv=210, D=64, dtype=dtype)
+    call = lambda *qkv: kernel.det_attn(*qkv, causal, precision=precision)  # noqa: E731
+    assert_same_gradients(gradients(call, *(x.to(device) for x in inputs)), gradients(call, *inputs))
+
+
+def test_batching_and_grouping_change_nothing(kernel, device):
+    Q, K, V, dO = make_all("normal", device, seed=10, B=3, heads=(4, 4), Sq=60, Skv=60, D=32)
+    _, dQ, dK, dV = gradients(lambda *qkv: kernel.det_attn(*qkv, True), Q, K, V, dO)
+    for b, h in itertools.product(range(3), range(4)):
+        one = [x[b : b + 1, h : h + 1] for x in (Q, K, V, dO)]
+        found = gradients(lambda *qkv: kernel.det_attn(*qkv, True), *one)
+        for x, y in zip(found[1:], (dQ, dK, dV)):
+            assert_same_bits(x, y[b : b + 1, h : h + 1])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_change_nothing(kernel, device, threads):
+    """Few queries and many keys, and the reverse: the sums themselves are cut between the threads."""
+    before = torch.get_num_threads()
+    for Sq, Skv in ((3, 1500), (1500, 3)):
+        inputs = make_all("normal", device, seed=12, heads=(2, 1), Sq=Sq, Skv=Skv, D=16)
+        expected = gradients(kernel.det_attn, *inputs)
+        torch.set_num_threads(threads)
+        try:
+            found = gradients(kernel.det_attn, *inputs)
+        finally:
+            torch.set_num_threads(before)
+        assert_same_gradients(found, expected)
+
+
+def test_long_sequences_do_without_kept_pairs(kernel, device):
+    """Beyond a bound the fused call computes its pairs again instead of keeping them; the stages never keep any."""
+    inputs = make_all("normal", device, seed=13, heads=(1, 1), Sq=4200, Skv=4100, D=8)
+    expected = gradients(kernel.det_attn, *inputs)
+    found = gradients(lambda *qkv: kernel.det_attn_sharded(*qkv, [4100]), *inputs)
+    assert_same_gradients(found, expected)
+
+
+# ---- The stages on their own ----------------------------------------------------------------------------------------
+
+
+def small(kernel, device):
+    Q, K, V, dO = make_all("normal", device, seed=14, heads=(2, 1), Sq=9, Skv=11, D=8)
+    out, state = kernel.det_attn(Q, K, V, return_state=True)
+    return Q, K, V, dO, out, state.rowmax, state.den
+
+
+def test_sums_are_normal_and_digits_need_not_be(kernel, device):
+    given = small(kernel, device)
+    A, B, C = kernel.grad_reference(*given)
+    for total, reference, kind in zip(kernel.grad_accumulate(*given, A, B, C), (A, B, C), ("query", "key", "value")):
+        assert ((total[..., :2] >= 0) & (total[..., :2] < 2**32)).all() and (total[..., 2] < 0).any()
+        loose = total.clone()  # the same number with other digits
+        loose[..., 0] += 5 << 32
+        loose[..., 1] -= 5 + (3 << 32)
+        loose[..., 2] += 3
+        assert_same_bits(*(kernel.grad_finalize(x, reference, kind) for x in (loose, total)))
+
+
+def test_keys_outside_the_range_get_nothing(kernel, device):
+    given = small(kernel, device)
+    A, B, C = kernel.grad_reference(*given, kv_lo=3, kv_hi=7)
+    sums = kernel.grad_accumulate(*given, A, B, C, kv_lo=3, kv_hi=7)
+    outside = torch.ones(11, dtype=torch.bool, device=device)
+    outside[3:7] = False
+    for reference, total in ((B, sums[1]), (C, sums[2])):
+        assert (reference[:, :, outside] == -(2**31)).all() and (reference[:, :, ~outside] > -(2**31)).all()
+        assert (total[:, :, outside] == 0).all()
+
+
+@pytest.mark.parametrize("value", [-(2**31), -(2**31) + 1, -1000, -1, 1000, 2**31 - 2, 2**31 - 1])
+def test_any_reference_gives_defined_sums(kernel, device, value):
+    """References that no call had: terms are clamped, so two splits still agree."""
+    given = small(kernel, device)
+    references = [torch.full_like(x, value) for x in kernel.grad_reference(*given)]
+    whole = kernel.grad_accumulate(*given, *references)
+    parts = [kernel.grad_accumulate(*given, *references, kv_lo=lo, kv_hi=hi) for lo, hi in ((0, 5), (5, 11))]
+    for x, y, z, r, kind in zip(whole, *parts, references, ("query", "key", "value")):
+        assert_same_bits(kernel.grad_finalize(x, r, kind), kernel.grad_finalize(y + z, r, kind))
+        if abs(value) > 2**30 and value in (-(2**31), 2**31 - 1):
+            assert (x == 0).all()
+
+
+REFUSED = [
+    ("dO", lambda x: x[:, :, 1:], ValueError, "dO: got shape"),
+    ("dO", lambda x: x.double(), TypeError, "dO: got dtype torch.float64"),
+    ("out", lambda x: x.bfloat16(), TypeError, "out: got dtype torch.bfloat16"),
+    ("rowmax", lambda x: x.float(), TypeError, "rowmax: got dtype torch.float32"),
+    ("DEN", lambda x: x.int(), TypeError, "DEN: got dtype torch.int32"),
+    ("DEN", lambda x: x[:, :, 1:], ValueError, "DEN: got shape"),
+    ("A", lambda x: x.long(), TypeError, "A: got dtype torch.int64"),
+    ("B", lambda x: x[:, :, 1:], ValueError, "B: got shape"),
+    ("C", lambda x: x.tolist(), TypeError, "C: got list"),
+    ("Q", lambda x: x.clone().requires_grad_(), NotImplementedError, "Q: got a tensor that requires grad"),
+]
+
+
+@pytest.mark.parametrize("name, change, error, message", REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)])
+def test_bad_arguments_of_the_stages_are_refused(kernel, device, name, change, error, message):
+    given = dict(zip(("Q", "K", "V", "dO", "out", "rowmax", "DEN"), small(kernel, device)))
+    given.update(zip("ABC", kernel.grad_reference(**given)))
+    given[name] = change(given[name])
+    with pytest.raises(error, match=message):
+        kernel.grad_accumulate(**given)
+
+
+def test_bad_arguments_of_grad_finalize_are_refused(kernel, device):
+    total, reference = (torch.zeros(s, dtype=d, device=device) for s, d in (((4, 8, 3), torch.int64), (4, torch.int32)))
+    with pytest.raises(ValueError, match="scale: got 2.0 for kind='key'"):
+        kernel.grad_finalize(total, reference, "key", 2.0)
+    with pytest.raises(ValueError, match="kind: got 'dQ'"):
+        kernel.grad_finalize(total, reference, "dQ")
+    with pytest.raises(ValueError, match="SUM: got shape"):
+        kernel.grad_finalize(total[..., :2], reference, "key")
+    with pytest.raises(TypeError, match="reference: got dtype torch.int64"):
+        kernel.grad_finalize(total, reference.long(), "key")
+
+
+# ---- Autograd and the rest of torch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("need", [n for n in itertools.product([False, True], repeat=3) if any(n)])
+@pytest.mark.parametrize("call", ["det_attn", "det_attn_sharded"])
+def test_any_subset_of_inputs_may_require_grad(kernel, device, call, need):
+    Q, K, V, dO = make_all("normal", device, seed=15, heads=(4, 2), Sq=30, Skv=40, D=16)
+    function = kernel.det_attn
+    if call == "det_attn_sharded":
+        function = lambda q, k, v, causal: kernel.det_attn_sharded(q, k, v, [7, 33], causal)  # noqa: E731
+    expected = gradients(lambda *qkv: kernel.det_attn(*qkv, True), Q, K, V, dO)
+    leaves = [x.clone().requires_grad_(n) for x, n in zip((Q, K, V), need)]
+    function(*leaves, True).backward(dO)
+    for x, n, y in zip(leaves, need, expected[1:]):
+        assert x.grad is None if not n else assert_same_bits(x.grad, y) is None
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("call", ["det_attn", "det_attn_sharded"])
+def test_a_narrow_output_keeps_the_float32_one_for_delta(kernel, device, call, out_dtype):
+    Q, K, V, dO = make_all("normal", device, seed=16, heads=(4, 2), Sq=30, Skv=40, D=16, dtype="bfloat16")
+    dO = dO.to(out_dtype)
+    how = dict(out_dtype=out_dtype)
+    function = kernel.det_attn if call == "det_attn" else lambda *x, **o: kernel.det_attn_sharded(*x, [7, 33], **o)
+    found = gradients(lambda *qkv: function(*qkv, **how), Q, K, V, dO)
+    expected = gradients(lambda *qkv: kernel.det_attn(*qkv), Q, K, V, dO.float())
+    for x, y in zip(found[1:], expected[1:]):
+        assert_same_bits(x, y)
+    assert_same_bits(found[0], kernel.det_attn(Q, K, V, **how))
+    assert found[1].dtype is torch.bfloat16
+
+
+def test_gradients_follow_the_layout_of_their_inputs(kernel, device):
+    inputs = make_all("normal", device, seed=17, heads=(4, 2), Sq=30, Skv=40, D=16)
+    inside = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs[:3]]
+    kernel.det_attn(*inside).backward(inputs[3].transpose(1, 2).contiguous().transpose(1, 2))
+    expected = gradients(kernel.det_attn, *inputs)
+    for x, y in zip(inside, expected[1:]):
+        assert x.grad.stride() == x.stride()
+        assert_same_bits(x.grad, y)
+
+
+def test_expanded_gradients_are_read(kernel, device):
+    """sum().backward() hands over one number with strides of zero."""
+    Q, K, V, dO = make_all("normal", device, seed=18, heads=(2, 1), Sq=30, Skv=40, D=16)
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    kernel.det_attn(*leaves).sum().backward()
+    expected = gradients(kernel.det_attn, Q, K, V, torch.ones_like(dO))
+    for x, y in zip(leaves, expected[1:]):
+        assert_same_bits(x.grad, y)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("call", ["det_attn", "det_attn_sharded"])
+def test_compiled_training_gives_the_same_bytes(kernel, device, call, dynamic):
+    def function(Q, K, V):
+        if call == "det_attn":
+            return kernel.det_attn(Q, K, V, True, out_dtype=Q.dtype)
+        return kernel.det_attn_sharded(Q, K, V, [3, K.shape[2] - 3], True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for Sq in (20, 31):
+        inputs = make_all("normal", device, seed=19, heads=(4, 2), Sq=Sq, Skv=40, D=16, dtype="bfloat16")
+        assert_same_gradients(gradients(compiled, *inputs), gradients(function, *inputs))
+
+
+@pytest.mark.parametrize("call", ["det_attn", "det_attn_sharded"])
+def test_a_second_derivative_is_refused(kernel, device, call):
+    Q, K, V, dO = make_all("normal", device, seed=20, heads=(2, 1), Sq=10, Skv=12, D=8)
+    Q.requires_grad_()
+    out = kernel.det_attn(Q, K, V) if call == "det_attn" else kernel.det_attn_sharded(Q, K, V, [5, 7])
+    (first,) = torch.autograd.grad(out, Q, dO, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        first.square().sum().backward()
+
+
+def test_the_state_has_no_gradient(kernel, device):
+    Q, K, V, dO = make_all("normal", device, seed=20, heads=(2, 1), Sq=10, Skv=12, D=8)
+    Q.requires_grad_()
+    out, state = kernel.det_attn(Q, K, V, return_state=True)
+    assert out.requires_grad and not any(x.requires_grad for x in state)
+
+
+def test_a_narrow_output_of_the_raw_op_is_refused(kernel, device):
+    Q, K, V, _ = make_all("normal", device, seed=20, heads=(2, 1), Sq=10, Skv=12, D=8)
+    Q.requires_grad_()
+    out, _, _ = kernel.ops.forward(Q, K, V, False, 1.0, "high", 0, 0, 12, torch.bfloat16, "auto")
+    with pytest.raises(NotImplementedError, match="out_dtype: got torch.bfloat16"):
+        out.sum().backward()
+
+
+def test_determinism_checkpoint_autocast_and_accumulation(kernel, device):
+    from torch.utils.checkpoint import checkpoint
+
+    Q, K, V, dO = make_all("normal", device, seed=22, B=2, heads=(4, 2), Sq=30, Skv=40, D=16)
+    call = lambda *qkv: kernel.det_attn(*qkv, True)  # noqa: E731
+    expected = gradients(call, Q, K, V, dO)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same_gradients(gradients(call, Q, K, V, dO), expected, "deterministic")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_gradients(
+        gradients(lambda *qkv: checkpoint(call, *qkv, use_reentrant=False), Q, K, V, dO), expected, "checkpoint"
+    )
+    with torch.autocast(device, torch.bfloat16):
+        assert_same_gradients(gradients(call, Q, K, V, dO), expected, "autocast")
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    for _ in range(2):
+        call(*leaves).backward(dO)
+    for x, y in zip(leaves, expected[1:]):
+        assert_same_bits(x.grad, y + y, "accumulated")
+
+
+def test_the_training_example_trains_one_model(device):
+    script = pathlib.Path(__file__).parent.parent / "examples" / "train_repeat.py"
+    options = ["--steps", "3", "--layers", "1", "--batch", "2", "--device", device]
+    run = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.rstrip().endswith("det-attn 1, every bit of it.")
+
+
+NEED = ((True, True, True), (False, True, False))
+GRADIENT_OPS = ("grad_reference", "grad_accumulate", "grad_finalize", "backward", "forward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+def test_opcheck(kernel, device, name):
+    for dtype in ("float32", "bfloat16"):
+        Q, K, V, dO = make_all("normal", device, seed=23, heads=(4, 2), Sq=6, Skv=9, D=8, dtype=dtype)
+        Q = Q.transpose(1, 2).contiguous().transpose(1, 2)
+        call = (True, 0.25, "highest", 3, 1, 8)
+        out, rowmax, den = kernel.ops.forward(Q, K, V, *call, torch.float32, "auto")
+        given = (dO, Q, K, V, out, rowmax, den)
+        references = kernel.ops.grad_reference(*given, *call, "auto")
+        sums = kernel.ops.grad_accumulate(*given, *references, *call, True, True, True, "auto")
+        leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+        arguments = {
+            "grad_reference": [(*given, *call, "auto")],
+            "grad_accumulate": [(*given, *references, *call, *need, "auto") for need in NEED],
+            "grad_finalize": [(sums[0], references[0], 0.25, "highest", Q.dtype)],
+            "backward": [(*given, *call, *need, "auto") for need in NEED],
+            "forward": [(*leaves, *call, torch.float32, "auto")],
+        }
+        for these in arguments[name]:
+            torch.library.opcheck(getattr(kernel.ops, name).default, these)
