@@ -75,7 +75,8 @@ DET_HD void store_element(void* data, int64_t index, DType dtype, float value) {
   if (dtype == DType::kFloat32) {
     static_cast<float*>(data)[index] = value;
   } else {
-    static_cast<uint16_t*>(data)[index] = dtype == DType::kBFloat16 ? float_to_bfloat16(value) : float_to_float16(value);
+    const bool bf16 = dtype == DType::kBFloat16;
+    static_cast<uint16_t*>(data)[index] = bf16 ? float_to_bfloat16(value) : float_to_float16(value);
   }
 }
 

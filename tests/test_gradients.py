@@ -265,7 +265,8 @@ def one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs):
             assert_same_bits(found[2], expected[2][:, :, order], "permuted keys: dK")
             assert_same_bits(found[3], expected[3][:, :, order], "permuted keys: dV")
         missed += check_error(q, k, v, o, expected, causal, q_offset, precision)
-    if "padding" in mask and causal:  # causal rows do not see the padding behind them, so one padded batch gives the same rows
+    if "padding" in mask and causal:
+        # Causal rows do not see the padding behind them, so one padded batch gives the same rows.
         keep = [torch.arange(S, device=device)[:, None] < length for length in lengths]
         padded = gradients(lambda *qkv: kernel.det_attn(*qkv, **where), Q, K, V, dO * torch.stack(keep)[:, None])
         for x, y in zip(padded, expected):

@@ -26,12 +26,11 @@ constexpr int kScoreSlab = 1024;    // keys one CTA walks with its query planes 
 // ---- sums kernel ----
 constexpr int kSumWarps = 8;      // that multiply, two on each scheduler
 constexpr int kWeightWarps = 4;   // that form weights meanwhile, one on each scheduler
-constexpr int kSumWarpDims = 32;  // 16 rows x 32 dims x 7 digit positions are 112 accumulator registers
-constexpr int kSumKeys = 64;      // keys a step: two shared-memory stages still fit 99 KB parts
+constexpr int kSumWarpDims = 32;  // 16 rows x 32 dims x 7 positions (5 + 3 planes) are 112 accumulator registers
+constexpr int kSumKeys = 64;      // keys a step: two stages of weights and three of values still fit 99 KB parts
 
 // Shift of a weight that keeps it inside five byte planes: W <= 2^31, so W << 8 < 2^40.
 constexpr int kMaxWeightShift = 8;
-constexpr int kPositions = 7;  // byte positions of W' (5 planes) times v (3 planes)
 
 // A digit position takes at most 3 products a key, each at most 255 * 255, in an int32: flush before it overflows.
 constexpr int64_t kFlushKeys = 8192;
