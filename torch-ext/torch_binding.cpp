@@ -33,7 +33,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "str path) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+// The same functions serve both devices: each asks its tensors where it runs.
+template <class Library>
+static void implement(Library& ops) {
   ops.impl("rows", TORCH_BOX(&det_attn::rows));
   ops.impl("rowmax", TORCH_BOX(&det_attn::rowmax));
   ops.impl("accumulate", TORCH_BOX(&det_attn::accumulate));
@@ -45,18 +47,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("backward", TORCH_BOX(&det_attn::backward));
 }
 
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { implement(ops); }
+
 #if defined(CUDA_KERNEL)
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
-  ops.impl("rows", TORCH_BOX(&det_attn::rows));
-  ops.impl("rowmax", TORCH_BOX(&det_attn::rowmax));
-  ops.impl("accumulate", TORCH_BOX(&det_attn::accumulate));
-  ops.impl("finalize", TORCH_BOX(&det_attn::finalize));
-  ops.impl("forward", TORCH_BOX(&det_attn::forward));
-  ops.impl("grad_reference", TORCH_BOX(&det_attn::grad_reference));
-  ops.impl("grad_accumulate", TORCH_BOX(&det_attn::grad_accumulate));
-  ops.impl("grad_finalize", TORCH_BOX(&det_attn::grad_finalize));
-  ops.impl("backward", TORCH_BOX(&det_attn::backward));
-}
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { implement(ops); }
 #endif
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

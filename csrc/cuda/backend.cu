@@ -26,28 +26,24 @@ Path choose_path(const Context& ctx) {
   return ctx.path;
 }
 
+cuda::Engine engine_of(Path path) { return path == Path::kWgmma ? cuda::Engine::kWgmma : cuda::Engine::kMma; }
+
 void rowmax(const Context& ctx, const Problem& problem, double* rowmax) {
-  switch (choose_path(ctx)) {
-    case Path::kReference: return cuda::reference::rowmax(ctx, problem, rowmax);
-    case Path::kWgmma: return cuda::wgmma::rowmax(ctx, problem, rowmax);
-    default: return cuda::mma::rowmax(ctx, problem, rowmax);
-  }
+  const Path path = choose_path(ctx);
+  if (path == Path::kReference) return cuda::reference::rowmax(ctx, problem, rowmax);
+  cuda::tensor_core::rowmax(ctx, engine_of(path), problem, rowmax);
 }
 
 void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
-  switch (choose_path(ctx)) {
-    case Path::kReference: return cuda::reference::accumulate(ctx, problem, rowmax, num, den);
-    case Path::kWgmma: return cuda::wgmma::accumulate(ctx, problem, rowmax, num, den);
-    default: return cuda::mma::accumulate(ctx, problem, rowmax, num, den);
-  }
+  const Path path = choose_path(ctx);
+  if (path == Path::kReference) return cuda::reference::accumulate(ctx, problem, rowmax, num, den);
+  cuda::tensor_core::accumulate(ctx, engine_of(path), problem, rowmax, num, den);
 }
 
 void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
-  switch (choose_path(ctx)) {
-    case Path::kReference: return cuda::reference::forward(ctx, problem, out, rowmax, den);
-    case Path::kWgmma: return cuda::wgmma::forward(ctx, problem, out, rowmax, den);
-    default: return cuda::mma::forward(ctx, problem, out, rowmax, den);
-  }
+  const Path path = choose_path(ctx);
+  if (path == Path::kReference) return cuda::reference::forward(ctx, problem, out, rowmax, den);
+  cuda::tensor_core::forward(ctx, engine_of(path), problem, out, rowmax, den);
 }
 
 }  // namespace

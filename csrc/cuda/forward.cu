@@ -10,9 +10,6 @@ namespace det_attn::cuda {
 
 namespace {
 
-// Whose products: the stages around them are the same.
-enum class Engine { kMma, kWgmma };
-
 void launch_scores(const Context& ctx, Engine engine, const ScoresArgs& args, int64_t tiles, bool given) {
   if (args.shape.keys == 0) return;
   const bool highest = args.shape.planes == 3;
@@ -59,7 +56,8 @@ Shape shape_of(const Problem& p, Engine engine) {
   return s;
 }
 
-Prepared allocate(const Context& ctx, const Shape& s, bool values) {
+// Workspace for what the kernels derive from the inputs, filled; `values` or without those.
+Prepared prepare(const Context& ctx, const Problem& problem, const Shape& s, bool values) {
   Prepared p{};
   p.query = workspace<uint8_t>(ctx, s.heads * s.planes * s.rows_pad * s.dims_pad);
   p.key = workspace<uint8_t>(ctx, s.heads * s.planes * s.keys_pad * s.dims_pad);
@@ -74,6 +72,9 @@ Prepared allocate(const Context& ctx, const Shape& s, bool values) {
     p.value_special = workspace<int32_t>(ctx, s.heads);
     p.special_key = workspace<uint8_t>(ctx, s.heads * s.keys_pad);
   }
+  prepare_queries(ctx, problem, s, p);
+  prepare_keys(ctx, problem, s, p);
+  if (values) prepare_values(ctx, problem, s, p);
   return p;
 }
 
@@ -156,24 +157,23 @@ SumsArgs sums_args(const Problem& p, const Shape& s, const Prepared& prepared, i
   return args;
 }
 
-void rowmax_on(Engine engine, const Context& ctx, const Problem& problem, double* rowmax) {
+}  // namespace
+
+namespace tensor_core {
+
+void rowmax(const Context& ctx, Engine engine, const Problem& problem, double* rowmax) {
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
-  const Prepared prepared = allocate(ctx, s, false);
-  prepare_queries(ctx, problem, s, prepared);
-  prepare_keys(ctx, problem, s, prepared);
+  const Prepared prepared = prepare(ctx, problem, s, false);
   launch_scores(ctx, engine, scores_args(problem, s, prepared), s.heads * (s.rows_pad / kRowPad), false);
   export_rowmax(ctx, s, prepared, rowmax);
 }
 
-void accumulate_on(Engine engine, const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num,
-                   int64_t* den) {
+void accumulate(const Context& ctx, Engine engine, const Problem& problem, const double* rowmax, int64_t* num,
+                int64_t* den) {
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
-  const Prepared prepared = allocate(ctx, s, true);
-  prepare_queries(ctx, problem, s, prepared);
-  prepare_keys(ctx, problem, s, prepared);
-  prepare_values(ctx, problem, s, prepared);
+  const Prepared prepared = prepare(ctx, problem, s, true);
   import_rowmax(ctx, s, prepared, rowmax);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.digits = num;
@@ -185,14 +185,11 @@ void accumulate_on(Engine engine, const Context& ctx, const Problem& problem, co
   finish_num(ctx, args);
 }
 
-void forward_on(Engine engine, const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax,
-                int64_t* den) {
+void forward(const Context& ctx, Engine engine, const Problem& problem, const MutableView& out, double* rowmax,
+             int64_t* den) {
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
-  const Prepared prepared = allocate(ctx, s, true);
-  prepare_queries(ctx, problem, s, prepared);
-  prepare_keys(ctx, problem, s, prepared);
-  prepare_values(ctx, problem, s, prepared);
+  const Prepared prepared = prepare(ctx, problem, s, true);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.out = out;
   run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s), false);
@@ -200,30 +197,5 @@ void forward_on(Engine engine, const Context& ctx, const Problem& problem, const
   export_rowmax(ctx, s, prepared, rowmax);
 }
 
-}  // namespace
-
-namespace mma {
-void rowmax(const Context& ctx, const Problem& problem, double* rowmax) {
-  rowmax_on(Engine::kMma, ctx, problem, rowmax);
-}
-void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
-  accumulate_on(Engine::kMma, ctx, problem, rowmax, num, den);
-}
-void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
-  forward_on(Engine::kMma, ctx, problem, out, rowmax, den);
-}
-}  // namespace mma
-
-namespace wgmma {
-void rowmax(const Context& ctx, const Problem& problem, double* rowmax) {
-  rowmax_on(Engine::kWgmma, ctx, problem, rowmax);
-}
-void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
-  accumulate_on(Engine::kWgmma, ctx, problem, rowmax, num, den);
-}
-void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
-  forward_on(Engine::kWgmma, ctx, problem, out, rowmax, den);
-}
-}  // namespace wgmma
-
+}  // namespace tensor_core
 }  // namespace det_attn::cuda

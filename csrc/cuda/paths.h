@@ -19,18 +19,13 @@ void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* n
 void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
 }  // namespace reference
 
-// Int8 tensor cores through mma.sync, sm_80+.
-namespace mma {
-void rowmax(const Context&, const Problem&, double* rowmax);
-void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
-void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
-}  // namespace mma
-
-// The same with wgmma where it pays, sm_90a.
-namespace wgmma {
-void rowmax(const Context&, const Problem&, double* rowmax);
-void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
-void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
-}  // namespace wgmma
+// Int8 tensor cores. Whose products: the stages around them are the same. kMma is mma.sync, sm_80+; kWgmma takes wgmma
+// where it pays, sm_90a.
+enum class Engine { kMma, kWgmma };
+namespace tensor_core {
+void rowmax(const Context&, Engine, const Problem&, double* rowmax);
+void accumulate(const Context&, Engine, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void forward(const Context&, Engine, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
+}  // namespace tensor_core
 
 }  // namespace det_attn::cuda

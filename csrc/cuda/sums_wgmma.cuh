@@ -1,6 +1,6 @@
 // Sums kernel on wgmma (sm_90a): the same stage, arguments and results as sums_mma.cuh. A CTA owns 64 rows x kDims
-// dims; its warpgroups take 32 dims each. While the tensor cores multiply one key step, the same warps form the weights
-// of the next.
+// dims; its two warpgroups take half of the dims each. While the tensor cores multiply one key step, the same warps form
+// the weights of the next.
 #pragma once
 
 #include "sums.cuh"
@@ -16,9 +16,7 @@ struct SumsWgmmaTile {
   static constexpr int kPositions = kWeightPlanes + V_PLANES - 1;
   static constexpr int kWeightBits = kHigh.weight_bits;
   static constexpr int kRows = 64, kDims = DIMS, kGroupDims = DIMS / 2, kBlocks = kGroupDims / 8;
-  // 32 dims a warpgroup: 80 accumulator registers leave room for four warps on each scheduler.
-  static constexpr int kMultiplyThreads = DIMS / kGroupDims * kWarpgroup, kThreads = kMultiplyThreads,
-                       kFormingWarps = kThreads / kWarpSize;
+  static constexpr int kThreads = 2 * kWarpgroup, kMultiplyThreads = kThreads, kFormingWarps = kThreads / kWarpSize;
   static constexpr int kValueStages = 3;  // one multiplied, one whose weights are formed, one arriving
   static constexpr int kWeightPlaneBytes = kRows * kSumKeys, kValuePlaneBytes = DIMS * kSumKeys;
   static constexpr int kWeightBytes = kWeightPlanes * kWeightPlaneBytes,
