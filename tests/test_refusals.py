@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import assert_same_bits
+from helpers import NO_SCORES
 
 I64 = torch.int64
 
@@ -351,7 +352,7 @@ def test_ops_keep_memory_safe_on_their_own(kernel, op, arguments, message):
 
 @pytest.mark.parametrize("diagonal", [2**63 - 1, -(2**63)])
 def test_extreme_diagonals_do_not_overflow(kernel, diagonal):
-    found = kernel.ops.rowmax(Q, K, True, 1.0, "high", diagonal, 0, 7, "auto")
+    found = kernel.ops.rowmax(Q, K, True, 1.0, "high", diagonal, 0, 7, *NO_SCORES, "auto")
     assert torch.equal(found, torch.full_like(found, 0.0 if diagonal > 0 else -math.inf))
 
 
