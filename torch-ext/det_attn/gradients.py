@@ -73,8 +73,9 @@ class Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, out, out_dtype):
-        # torch converts NaN to other bits than the contract's on some machines.
-        return out.to(out_dtype).masked_fill_(out.isnan(), float("nan"))
+        # torch converts NaN to other bits than the contract's on some machines. Not in place: torch 2.11's compiler
+        # would lose the gradient without a word.
+        return out.to(out_dtype).masked_fill(out.isnan(), float("nan"))
 
     @staticmethod
     def backward(ctx, grad):
