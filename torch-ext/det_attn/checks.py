@@ -179,13 +179,13 @@ def gradient_sums(SUM, reference):
         )
 
 
-def _integer(x, name):
+def integer(x, name):
     if not isinstance(x, _INTS) or isinstance(x, bool):
         raise TypeError(f"{name}: got {_got_type(x)}, must be an int")
 
 
-def _offset(x, name):
-    _integer(x, name)
+def offset(x, name):
+    integer(x, name)
     if x < -_MAX_OFFSET or x > _MAX_OFFSET:
         raise ValueError(f"{name}: got {x}, allowed is -2**62 to 2**62")
 
@@ -209,9 +209,9 @@ def diagonal(causal, q_offset, kv_offset, q_len, kv_len):
     """Contract section 2: local key j is attended by query i when j <= i + diagonal. 0 where nothing is causal."""
     if causal is not True and causal is not False:
         raise TypeError(f"causal: got {_got_type(causal)}, must be a bool")
-    _offset(kv_offset, "kv_offset")
+    offset(kv_offset, "kv_offset")
     if q_offset is not None:
-        _offset(q_offset, "q_offset")
+        offset(q_offset, "q_offset")
     if not causal:
         return 0
     if q_offset is None:
@@ -226,11 +226,11 @@ def diagonal(causal, q_offset, kv_offset, q_len, kv_len):
 
 def key_range(kv_lo, kv_hi, kv_len):
     """0 <= kv_lo <= kv_hi <= Skv; kv_hi None is Skv."""
-    _integer(kv_lo, "kv_lo")
+    integer(kv_lo, "kv_lo")
     if kv_hi is None:
         kv_hi = kv_len
     else:
-        _integer(kv_hi, "kv_hi")
+        integer(kv_hi, "kv_hi")
     if kv_hi < 0 or kv_hi > kv_len:
         raise ValueError(f"kv_hi: got {kv_hi}, allowed is 0 to {kv_len}, the keys in K")
     if kv_lo < 0 or kv_lo > kv_hi:
@@ -256,7 +256,7 @@ def key_splits(kv_splits, kv_len):
     return shards or [(0, 0)]
 
 
-def _choice(x, name, allowed):
+def choice(x, name, allowed):
     if not isinstance(x, str):
         raise TypeError(f"{name}: got {_got_type(x)}, must be one of {', '.join(map(repr, allowed))}")
     if x not in allowed:
@@ -264,15 +264,15 @@ def _choice(x, name, allowed):
 
 
 def precision_name(precision):
-    _choice(precision, "precision", ("highest", "high"))
+    choice(precision, "precision", ("highest", "high"))
 
 
 def row_kind(kind):
-    _choice(kind, "kind", ("query", "key", "value"))
+    choice(kind, "kind", ("query", "key", "value"))
 
 
 def path_name(path, x):
-    _choice(path, "path", ("auto", "reference", "mma", "wgmma"))
+    choice(path, "path", ("auto", "reference", "mma", "wgmma"))
     if path in ("mma", "wgmma") and x.is_cpu:
         raise ValueError(f"path: got {path!r} with CPU tensors, allowed there are 'auto' and 'reference'")
 
