@@ -39,6 +39,10 @@ def det_attn_context_parallel(
     heads_group: Group = None,
     precision: str = "highest",
     q_offset: Optional[int] = None,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
     replicated_q: bool = False,
     out_dtype: torch.dtype = torch.float32,
     chunk_bytes: int = 2**31,
@@ -91,7 +95,10 @@ def det_attn_context_parallel(
     """
     team = Team(group, "group")
     teams = [team] if heads_group is None else [Team(heads_group, "heads_group"), team]
-    call = _Call(causal, scale, layout, method, precision, q_offset, replicated_q, out_dtype, chunk_bytes, path)
+    call = _Call(
+        causal, scale, layout, method, precision, q_offset, window, softcap, dropout_p, dropout_seed, replicated_q,
+        out_dtype, chunk_bytes, path,
+    )  # fmt: skip
     error, common, own = None, {}, [0] * 6
     try:
         common, own = _checked(call, q, k, v, teams)
@@ -111,19 +118,26 @@ def det_attn_context_parallel(
     q = _Transpose.apply(q, heads, 1, q_heads, 2, q_lengths)
     k, v = (_Transpose.apply(x, heads, 1, kv_heads, 2, kv_lengths) for x in (k, v))
     queries, keys = ([join(s[i : i + size], q.device) for i in range(0, len(s), size)] for s in (queries, keys))
-    return _Transpose.apply(_attend(q, k, v, call, team, queries, keys), heads, 2, q_lengths, 1, q_heads)
+    out = _attend(q, k, v, call, team, queries, keys, first_head=sum(q_heads[: heads.rank]))
+    return _Transpose.apply(out, heads, 2, q_lengths, 1, q_heads)
 
 
 # ---- Arguments and positions ----------------------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
+    """The arguments as they were given, but for tensors and groups."""
+
     causal: bool
     scale: Optional[float]
     layout: Layout
     method: str
     precision: str
     q_offset: Optional[int]
+    window: Sequence[int]
+    softcap: float
+    dropout_p: float
+    dropout_seed: int
     replicated_q: bool
     out_dtype: torch.dtype
     chunk_bytes: int
@@ -137,61 +151,36 @@ def _checked(call: _Call, q: Tensor, k: Tensor, v: Tensor, teams: Sequence[Team]
     for team in teams:
         if q.device.type not in team.devices:
             raise ValueError(f"q: got device {q.device}, the group's backend is for {' and '.join(team.devices)}")
-    checks.flag(call.causal, "causal")
+    checks.modifiers(
+        q, k_shape, call.causal, call.q_offset, 0, None, call.window, call.softcap, None, None, call.dropout_p,
+        call.dropout_seed,
+    )  # fmt: skip
     checks.softmax_scale(call.scale, q_shape[3])
     checks.precision_name(call.precision)
     checks.path_name(call.path, q)
     checks.output_dtype(call.out_dtype)
-    checks.choice(call.method, "method", ("ring", "gather", "reduce"))
-    checks.flag(call.replicated_q, "replicated_q")
-    if call.q_offset is not None:
-        checks.offset(call.q_offset, "q_offset")
-    checks.integer(call.chunk_bytes, "chunk_bytes")
-    if call.chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes: got {call.chunk_bytes}, must be positive")
-    if call.replicated_q and call.method != "reduce":
-        raise ValueError(f"replicated_q: got True with method={call.method!r}, needs method='reduce'")
-    if call.replicated_q and len(teams) > 1:
-        raise ValueError("replicated_q: got True with a heads_group, allowed is one of them")
-    explicit = _explicit(call, q_shape[2], k_shape[2], q.device)
-    common = {
-        "dtype": q.dtype, "q.shape[0]": q_shape[0], "q.shape[1]": q_shape[1], "k.shape[1]": k_shape[1],
-        "head_dim": q_shape[3], "replicated_q": call.replicated_q and (q_shape[2], explicit is not None),
-        "layout": call.layout if explicit is None else "positions", "q_offset": call.q_offset, "causal": call.causal,
-        "scale": call.scale, "method": call.method, "precision": call.precision, "out_dtype": call.out_dtype,
-        "chunk_bytes": call.chunk_bytes,
-        "requires_grad of (q, k, v)": tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
-    }  # fmt: skip
+    checks.distribution(call.method, call.replicated_q, len(teams) - 1, call.q_offset, call.chunk_bytes)
+    positions = checks.layout(call.layout, q_shape[2], k_shape[2], q.device)
+    common = {name: x for name, x in call._asdict().items() if name not in ("layout", "path")}
+    common.update({
+        "layout": call.layout if positions is None else "positions",
+        "window": tuple(call.window),
+        "dtype of q": q.dtype,
+        "shape of q without its length": (*q_shape[:2], q_shape[3]),
+        "heads of k": k_shape[1],
+        "length of q, with replicated_q": call.replicated_q and q_shape[2],
+        "requires_grad of q, k, v": tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
+    })  # fmt: skip
     ends = [0, -1] * 2
-    if explicit is not None:
-        ends = sum(([int(x.min()), int(x.max())] if len(x) else [0, -1] for x in explicit), [])
+    if positions is not None:
+        ends = sum(([int(x.min()), int(x.max())] if len(x) else [0, -1] for x in positions), [])
     return common, [q_shape[2], k_shape[2], *ends]
-
-
-def _explicit(call: _Call, q_len: int, kv_len: int, device) -> Optional[Tuple[Tensor, Tensor]]:
-    """The positions of own queries and keys where the layout gives them."""
-    if isinstance(call.layout, str):
-        checks.choice(call.layout, "layout", ("contiguous", "zigzag"))
-        return None
-    pair = call.layout if isinstance(call.layout, tuple) else (call.layout, call.layout)
-    if len(pair) != 2:
-        raise ValueError(f"layout: got a tuple of {len(pair)}, must be (positions of queries, positions of keys)")
-    for x, length, which in ((pair[0], q_len, "q"), (pair[1], kv_len, "k")):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"layout: got {type(x).__name__}, must be 'contiguous', 'zigzag' or int64 tensors")
-        if x.dtype is not torch.int64:
-            raise TypeError(f"layout: got positions of dtype {x.dtype}, must be int64")
-        if x.shape != (length,):
-            raise ValueError(f"layout: got positions of shape {tuple(x.shape)}, must be one for each row of {which}: ({length},)")
-        if x.device != device:
-            raise ValueError(f"layout: got positions on {x.device}, must be on q's device, {device}")
-    return pair
 
 
 def _slices(call: _Call, teams: Sequence[Team], headers: List[list], device) -> Tuple[List[Slice], List[Slice]]:
     """Queries and keys of every rank of the teams, in the order of `headers`."""
     q_lengths, kv_lengths = ([header[i] for header in headers] for i in (0, 1))
-    explicit = _explicit(call, q_lengths[_own(teams)], kv_lengths[_own(teams)], device)
+    explicit = checks.layout(call.layout, q_lengths[_own(teams)], kv_lengths[_own(teams)], device)
     if explicit is not None:
         return tuple(
             [Slice(x, header[at], header[at + 1], False).moved(offset) for x, header in zip(rows, headers)]
@@ -232,21 +221,32 @@ def _all_positions(own: Tensor, lengths: List[int], teams: Sequence[Team]) -> Li
 class _Method:
     """One call on one rank. forward() and backward() work on own rows; the keys are by position where the mask asks."""
 
-    def __init__(self, call: _Call, team: Team, queries: List[Slice], keys: List[Slice], head_dim: int):
-        self.team, self.mask, self.queries, self.keys = team, Mask(call.causal), queries, keys
+    def __init__(self, call: _Call, team: Team, queries: List[Slice], keys: List[Slice], first_head: int):
+        self.team, self.mask, self.queries, self.keys = team, Mask(call.causal, *call.window), queries, keys
         self.q_lengths, self.kv_lengths = ([len(s) for s in slices] for slices in (queries, keys))
-        self.scale = call.scale
-        self.precision, self.chunk_bytes, self.replicated_q = call.precision, call.chunk_bytes, call.replicated_q
-        self.how = {"scale": call.scale, "precision": call.precision, "path": call.path}
+        self.scale, self.precision, self.dropout_p = call.scale, call.precision, call.dropout_p
+        self.chunk_bytes, self.replicated_q = call.chunk_bytes, call.replicated_q
+        self.scores = {"scale": call.scale, "precision": call.precision, "softcap": call.softcap, "path": call.path}
+        self.dropout = {"dropout_p": call.dropout_p, "dropout_seed": call.dropout_seed, "dropout_head": first_head}
         self.order = None
         if self.mask.needs_order:
             self.keys, orders = zip(*map(ascending, keys))
             self.order = orders[team.rank]
 
-    def pair(self, queries: Slice, keys: Slice) -> Optional[dict]:
-        """Arguments of a stage for these queries and keys, None if it would do nothing."""
+    def pair(self, q: Tensor, queries: Slice, keys: Slice, needed: bool) -> Optional[Tuple[dict, dict]]:
+        """Arguments of `rowmax`, and what later stages take more, for these queries and keys. None if they would do
+        nothing; where a pair is `needed` they attend no key, but still find special values of the queries."""
         mask = self.mask.arguments(queries, keys)
-        return None if mask is None else {**self.how, **mask}
+        if mask is None:
+            if not needed:
+                return None
+            mask = {"kv_hi": 0}
+        dropout = {}
+        if self.dropout_p:
+            batch = torch.arange(q.shape[0], device=q.device)[:, None] << 32
+            rows = batch | (queries.positions & 0xFFFFFFFF)
+            dropout = {**self.dropout, "dropout_rows": rows, "dropout_keys": keys.positions}
+        return {**self.scores, **mask}, dropout
 
     def chunks(self, q: Tensor, ranks: int) -> List[Tuple[int, int]]:
         """Ranges of every rank's queries: as many on all ranks, for the longest slice; `ranks` of them at a time."""
@@ -256,21 +256,21 @@ class _Method:
         step = max(1, -(-longest // count))
         return [(lo, lo + step) for lo in range(0, max(1, longest), step)]
 
-    def finalized(self, sums, references, dtype):
+    def output(self, num: Tensor, den: Tensor) -> Tensor:
+        return finalize(num, den, precision=self.precision, dropout_p=self.dropout_p)
+
+    def gradients(self, sums, references, dtype: torch.dtype) -> tuple:
+        how = zip(sums, references, ("query", "key", "value"), (self.scale, None, None))
         return tuple(
             grad_finalize(total, reference, kind, scale, precision=self.precision, out_dtype=dtype)
-            for total, reference, kind, scale in zip(
-                sums, references, ("query", "key", "value"), (self.scale, None, None)
-            )
+            for total, reference, kind, scale in how
         )
 
 
 class _Ring(_Method):
-    def own_pair(self, lo: int, hi: int, owner: int) -> Optional[dict]:
-        """Own pairs are never left out: even where no key is attended, a stage finds special values of the query."""
+    def pair_with(self, owner: int, q: Tensor, lo: int, hi: int) -> Optional[Tuple[dict, dict]]:
         rank = self.team.rank
-        found = self.pair(self.queries[rank].part(lo, hi), self.keys[owner])
-        return {**self.how, **self.mask.nothing(self.queries[rank])} if found is None and owner == rank else found
+        return self.pair(q, self.queries[rank].part(lo, hi), self.keys[owner], needed=owner == rank)
 
     def forward(self, q, k, v):
         found = []
@@ -278,88 +278,79 @@ class _Ring(_Method):
             rows = q[:, :, lo:hi]
             maximum = None
             for owner, (keys,) in self.team.travel((k,), self.kv_lengths):
-                pair = self.own_pair(lo, hi, owner)
+                pair = self.pair_with(owner, q, lo, hi)
                 if pair is not None:
-                    block = rowmax(rows, keys, **pair)
+                    block = rowmax(rows, keys, **pair[0])
                     maximum = block if maximum is None else torch.maximum(maximum, block)
             num, den = None, None
             for owner, (keys, values) in self.team.travel((k, v), self.kv_lengths):
-                pair = self.own_pair(lo, hi, owner)
+                pair = self.pair_with(owner, q, lo, hi)
                 if pair is not None:
-                    block_num, block_den = accumulate(rows, keys, values, maximum, **pair)
+                    block_num, block_den = accumulate(rows, keys, values, maximum, **pair[0], **pair[1])
                     num = block_num if num is None else num.add_(block_num)
                     den = block_den if den is None else den.add_(block_den)
-            found.append((finalize(num, den, precision=self.precision), maximum, den))
+            found.append((self.output(num, den), maximum, den))
         return tuple(torch.cat(parts, 2) for parts in zip(*found))
 
     def backward(self, dO, q, k, v, *state):
         length = q.shape[2]
         a, references = None, Returning(self.team, self.kv_lengths, torch.maximum)
         for owner, (keys, values) in self.team.travel((k, v), self.kv_lengths):
-            pair = self.own_pair(0, length, owner)
-            if pair is None:
-                references.add(None)
-                continue
-            block, *of_keys = grad_reference(q, keys, values, dO, *state, **pair)
-            a = block if a is None else torch.maximum(a, block)
+            pair, of_keys = self.pair_with(owner, q, 0, length), None
+            if pair is not None:
+                block, *of_keys = grad_reference(q, keys, values, dO, *state, **pair[0], **pair[1])
+                a = block if a is None else torch.maximum(a, block)
             references.add(of_keys)
         b, c = references.home()
 
         dq, sums = None, Returning(self.team, self.kv_lengths, torch.add)
         for owner, (keys, values, *of_keys) in self.team.travel((k, v, b, c), self.kv_lengths):
-            pair = self.own_pair(0, length, owner)
-            if pair is None:
-                sums.add(None)
-                continue
-            block, *of_keys = grad_accumulate(q, keys, values, dO, *state, a, *of_keys, **pair)
-            dq = block if dq is None else dq.add_(block)
-            sums.add(of_keys)
-        return self.finalized((dq, *sums.home()), (a, b, c), q.dtype)
+            pair, found = self.pair_with(owner, q, 0, length), None
+            if pair is not None:
+                block, *found = grad_accumulate(q, keys, values, dO, *state, a, *of_keys, **pair[0], **pair[1])
+                dq = block if dq is None else dq.add_(block)
+            sums.add(found)
+        return self.gradients((dq, *sums.home()), (a, b, c), q.dtype)
 
 
 class _Gather(_Method):
-    def all_keys(self, *own):
-        """Rows of all keys, by position where the mask asks, and the arguments of own queries against them."""
-        keys, order = join(self.keys, own[0].device), None
+    def everything(self, q, *own):
+        """Rows of all keys, by position where the mask asks; the order they were brought into; arguments of a stage."""
+        keys, order = join(self.keys, q.device), None
         if self.mask.needs_order:
             keys, order = ascending(keys)
         rows = [_ordered(self.team.all_rows(x, self.kv_lengths), order) for x in own]
-        queries = self.queries[self.team.rank]
-        pair = self.pair(queries, keys)
-        return rows, order, {**self.how, **self.mask.nothing(queries)} if pair is None else pair
+        scores, dropout = self.pair(q, self.queries[self.team.rank], keys, needed=True)
+        return rows, order, {**scores, **dropout}
 
     def forward(self, q, k, v):
-        (keys, values), _, pair = self.all_keys(k, v)
+        (keys, values), _, pair = self.everything(q, k, v)
         return _fused(q, keys, values, **pair)
 
     def backward(self, dO, q, k, v, *state):
-        (keys, values), order, pair = self.all_keys(k, v)
+        (keys, values), order, pair = self.everything(q, k, v)
         a, *of_keys = grad_reference(q, keys, values, dO, *state, **pair)
         b, c = map(self.team.maximum_, of_keys)
         dq, *sums = grad_accumulate(q, keys, values, dO, *state, a, b, c, **pair)
-        own = [self.team.own_sums(_disordered(x, order), self.kv_lengths) for x in sums]
+        sums = [self.team.own_sums(_disordered(x, order), self.kv_lengths) for x in sums]
         of_keys = [self.team.own_rows(_disordered(x, order), self.kv_lengths) for x in (b, c)]
-        return self.finalized((dq, *own), (a, *of_keys), q.dtype)
+        return self.gradients((dq, *sums), (a, *of_keys), q.dtype)
 
 
 class _Reduce(_Method):
-    def everyone(self, lo: int, hi: int):
-        """Rows [lo, hi) of every rank's queries: how many of each, a function that brings them here, and arguments."""
+    def everyone(self, q, lo: int, hi: int):
+        """Of rows [lo, hi) of every rank's queries: how many each has, how to bring them here, arguments of stages."""
         if self.replicated_q:
-            rank = self.team.rank
-            queries = self.queries[rank].part(lo, hi)
-            lengths = [len(queries)]
-            bring = _same
+            queries = self.queries[self.team.rank].part(lo, hi)
+            lengths, bring = [len(queries)], _same
         else:
             parts = [s.part(lo, hi) for s in self.queries]
-            lengths = [len(s) for s in parts]
-            queries = join(parts, self.queries[0].positions.device)
-            bring = self.team.all_rows
-        keys = self.keys[self.team.rank]
-        pair = self.pair(queries, keys)
-        return lengths, bring, {**self.how, **self.mask.nothing(queries)} if pair is None else pair
+            queries = join(parts, q.device)
+            lengths, bring = [len(s) for s in parts], self.team.all_rows
+        return lengths, bring, *self.pair(q, queries, self.keys[self.team.rank], needed=True)
 
     def share(self, sums, lengths):
+        """The sums of all ranks, of own queries."""
         return self.team.sum_(sums) if self.replicated_q else self.team.own_sums(sums, lengths)
 
     def own(self, rows, lengths):
@@ -368,34 +359,39 @@ class _Reduce(_Method):
     def forward(self, q, k, v):
         found = []
         for lo, hi in self.chunks(q, 1 if self.replicated_q else self.team.size):
-            lengths, bring, pair = self.everyone(lo, hi)
+            lengths, bring, scores, dropout = self.everyone(q, lo, hi)
             rows = bring(q[:, :, lo:hi], lengths)
-            maximum = _from_integers(self.team.maximum_(_to_integers(rowmax(rows, k, **pair))))
-            num, den = accumulate(rows, k, v, maximum, **pair)
+            maximum = _from_integers(self.team.maximum_(_to_integers(rowmax(rows, k, **scores))))
+            num, den = accumulate(rows, k, v, maximum, **scores, **dropout)
             window = _Window(num, self.team)
             sums = self.share(torch.cat((window.shrunk(num), den[..., None]), -1), lengths)
             num, den = window.grown(sums[..., :-1], q.shape[3]), sums[..., -1].contiguous()
-            found.append((finalize(num, den, precision=self.precision), self.own(maximum, lengths), den))
+            found.append((self.output(num, den), self.own(maximum, lengths), den))
         return tuple(torch.cat(parts, 2) for parts in zip(*found))
 
     def backward(self, dO, q, k, v, *state):
-        lengths, bring, pair = self.everyone(0, max(self.q_lengths))
-        q_all, dO_all, *state = (bring(x, lengths) for x in (q, dO, *state))
-        a, b, c = grad_reference(q_all, k, v, dO_all, *state, **pair)
+        lengths, bring, scores, dropout = self.everyone(q, 0, max(self.q_lengths))
+        pair = {**scores, **dropout}
+        queries, gradient, *state = (bring(x, lengths) for x in (q, dO, *state))
+        a, b, c = grad_reference(queries, k, v, gradient, *state, **pair)
         a = self.team.maximum_(a)
-        dq, dk, dv = grad_accumulate(q_all, k, v, dO_all, *state, a, b, c, **pair)
-        return self.finalized((self.share(dq, lengths), dk, dv), (self.own(a, lengths), b, c), q.dtype)
+        dq, dk, dv = grad_accumulate(queries, k, v, gradient, *state, a, b, c, **pair)
+        return self.gradients((self.share(dq, lengths), dk, dv), (self.own(a, lengths), b, c), q.dtype)
 
 
 _METHODS = {"ring": _Ring, "gather": _Gather, "reduce": _Reduce}
 
 
-def _fused(q, k, v, causal=False, scale=None, q_offset=None, kv_offset=0, kv_hi=None, *, precision, path):
+def _fused(
+    q, k, v, causal=False, scale=None, q_offset=None, kv_offset=0, kv_hi=None, *, precision, softcap, path,
+    window=checks.EVERYWHERE, key_ranges=None, **dropout,
+):  # fmt: skip
     """The fused op with a stage's arguments: (out float32, rowmax, DEN)."""
-    diagonal = checks.diagonal(causal, q_offset, kv_offset, q.shape[2], k.shape[2])
-    scale = checks.softmax_scale(scale, q.shape[3])
-    kv_lo, kv_hi = checks.key_range(0, kv_hi, k.shape[2])
-    return ops.forward.default(q, k, v, causal, scale, precision, diagonal, kv_lo, kv_hi, torch.float32, path)
+    diagonal, modifiers = checks.modifiers(
+        q, k.shape, causal, q_offset, kv_offset, None, window, softcap, None, key_ranges, **dropout
+    )
+    call = (causal, checks.softmax_scale(scale, q.shape[3]), precision, diagonal, *checks.key_range(0, kv_hi, k.shape[2]))
+    return ops.forward.default(q, k, v, *call, torch.float32, *modifiers, path)
 
 
 def _same(x, lengths):
@@ -462,10 +458,10 @@ class _Window:
 # ---- Autograd -------------------------------------------------------------------------------------------------------
 
 
-def _attend(q, k, v, call: _Call, team: Team, queries: List[Slice], keys: List[Slice]) -> Tensor:
+def _attend(q, k, v, call: _Call, team: Team, queries: List[Slice], keys: List[Slice], first_head: int = 0) -> Tensor:
     """Own rows of the output, the rows of `group` alone being those of the slices."""
     method = "gather" if team.size == 1 else call.method  # the fused call
-    out = _Attend.apply(q, k, v, _METHODS[method](call, team, queries, keys, q.shape[3]))
+    out = _Attend.apply(q, k, v, _METHODS[method](call, team, queries, keys, first_head))
     return out if call.out_dtype is torch.float32 else Narrow.apply(out, call.out_dtype)
 
 

@@ -70,28 +70,46 @@ def slices_of(name: str, lengths: Sequence[int], offset: int, device: torch.devi
 
 
 class Mask(NamedTuple):
-    """What decides, beside the positions, whether a query attends a key."""
+    """What decides, beside the positions, whether a query attends a key (contract section 2)."""
 
     causal: bool
+    left: int  # of the window; -1 is no limit
+    right: int
 
     @property
     def needs_order(self) -> bool:
         """Whether the keys of a slice must be ascending, so that a query attends an interval of them."""
-        return self.causal
+        return self.causal or self.left >= 0 or self.right >= 0
+
+    @property
+    def ahead(self) -> Optional[int]:
+        """How far after its own position a query attends; None without a limit."""
+        if self.causal:
+            return 0
+        return self.right if self.right >= 0 else None
 
     def arguments(self, queries: Slice, keys: Slice) -> Optional[dict]:
         """Arguments of a stage for this pair of slices; None if no query attends a key."""
-        if not self.causal:
+        if not self.needs_order:
             return {}
-        if not len(queries) or not len(keys) or keys.first > queries.last:
+        if not len(queries) or not len(keys):
             return None
-        if keys.last <= queries.first:
+        behind, ahead = self.left if self.left >= 0 else None, self.ahead
+        if ahead is not None and keys.first > queries.last + ahead:
+            return None
+        if behind is not None and keys.last < queries.first - behind:
+            return None
+        if (ahead is None or keys.last <= queries.first + ahead) and (
+            behind is None or keys.first >= queries.last - behind
+        ):
             return {}
         if queries.run and keys.run:
-            return {"causal": True, "q_offset": queries.first, "kv_offset": keys.first}
-        end = torch.searchsorted(keys.positions, queries.positions, right=True)
-        return {"key_ranges": torch.stack((torch.zeros_like(end), end), -1).to(torch.int32)[None]}
-
-    def nothing(self, queries: Slice) -> dict:
-        """Arguments of a stage that attends no key at all."""
-        return {"kv_hi": 0}
+            window = (self.left, self.right)
+            return {"causal": self.causal, "window": window, "q_offset": queries.first, "kv_offset": keys.first}
+        begin = torch.zeros_like(queries.positions)
+        if behind is not None:
+            begin = torch.searchsorted(keys.positions, queries.positions - behind)
+        end = torch.full_like(begin, len(keys))
+        if ahead is not None:
+            end = torch.searchsorted(keys.positions, queries.positions + ahead, right=True)
+        return {"key_ranges": torch.stack((begin, end), -1).to(torch.int32)[None]}
