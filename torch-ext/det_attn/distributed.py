@@ -276,19 +276,20 @@ class _Ring(_Method):
         found = []
         for lo, hi in self.chunks(q, 1):
             rows = q[:, :, lo:hi]
-            maximum = None
+            maximum = q.new_full(rows.shape[:3], -torch.inf, dtype=torch.float64)
             for owner, (keys,) in self.team.travel((k,), self.kv_lengths):
                 pair = self.pair_with(owner, q, lo, hi)
-                if pair is not None:
-                    block = rowmax(rows, keys, **pair[0])
-                    maximum = block if maximum is None else torch.maximum(maximum, block)
-            num, den = None, None
+                if owner != self.team.rank and pair is not None:
+                    maximum = torch.maximum(maximum, rowmax(rows, keys, **pair[0]))
+            # Own keys come first now, and were not in the maximum yet: their scores are computed once for both.
             for owner, (keys, values) in self.team.travel((k, v), self.kv_lengths):
                 pair = self.pair_with(owner, q, lo, hi)
-                if pair is not None:
-                    block_num, block_den = accumulate(rows, keys, values, maximum, **pair[0], **pair[1])
-                    num = block_num if num is None else num.add_(block_num)
-                    den = block_den if den is None else den.add_(block_den)
+                if owner == self.team.rank:
+                    call = _op_arguments(rows, keys, **pair[0], **pair[1])
+                    num, den, maximum = ops.accumulate_last.default(rows, keys, values, maximum, *call)
+                elif pair is not None:
+                    block = accumulate(rows, keys, values, maximum, **pair[0], **pair[1])
+                    num, den = num.add_(block[0]), den.add_(block[1])
             found.append((self.output(num, den), maximum, den))
         return tuple(torch.cat(parts, 2) for parts in zip(*found))
 
@@ -325,7 +326,8 @@ class _Gather(_Method):
 
     def forward(self, q, k, v):
         (keys, values), _, pair = self.everything(q, k, v)
-        return _fused(q, keys, values, **pair)
+        *call, path = _op_arguments(q, keys, **pair)
+        return ops.forward.default(q, keys, values, *call[:6], torch.float32, *call[6:], path)
 
     def backward(self, dO, q, k, v, *state):
         (keys, values), order, pair = self.everything(q, k, v)
@@ -382,16 +384,16 @@ class _Reduce(_Method):
 _METHODS = {"ring": _Ring, "gather": _Gather, "reduce": _Reduce}
 
 
-def _fused(
-    q, k, v, causal=False, scale=None, q_offset=None, kv_offset=0, kv_hi=None, *, precision, softcap, path,
+def _op_arguments(
+    q, k, causal=False, scale=None, q_offset=None, kv_offset=0, kv_hi=None, *, precision, softcap, path,
     window=checks.EVERYWHERE, key_ranges=None, **dropout,
 ):  # fmt: skip
-    """The fused op with a stage's arguments: (out float32, rowmax, DEN)."""
+    """A stage's arguments as its op takes them: six of the call, the modifiers, the path."""
     diagonal, modifiers = checks.modifiers(
         q, k.shape, causal, q_offset, kv_offset, None, window, softcap, None, key_ranges, **dropout
     )
-    call = (causal, checks.softmax_scale(scale, q.shape[3]), precision, diagonal, *checks.key_range(0, kv_hi, k.shape[2]))
-    return ops.forward.default(q, k, v, *call, torch.float32, *modifiers, path)
+    scale = checks.softmax_scale(scale, q.shape[3])
+    return (causal, scale, precision, diagonal, *checks.key_range(0, kv_hi, k.shape[2]), *modifiers, path)
 
 
 def _same(x, lengths):
