@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 SIZES = (1, 2, 3, 4, 8)
@@ -79,7 +80,7 @@ def _serve(rank, count, backend, store, timeout, pipe):
     for size in SIZES:
         if size <= count:
             me.groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=timeout))
-    for shape in sorted({(count // 2 or 1, min(2, count)), (min(2, count), count // 2 or 1)}):
+    for shape in sorted({(count // 2 or 1, min(2, count)), (min(2, count), count // 2 or 1), (count, 1)}):
         if shape[0] * shape[1] == count:
             me.meshes[shape] = init_device_mesh(me.device, shape, mesh_dim_names=("context", "heads"))
     while True:
@@ -135,6 +136,40 @@ def attend(me, size, inputs, rows, backward=True, named=False, grid=None, **how)
     return [numpy_of(x) for x in found]
 
 
+def torch_context_parallel(me, size, inputs, causal):
+    """Inside torch's own context_parallel: it cuts the buffers, and puts the output together again."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    mesh = me.meshes[(size, 1)]["context"]
+    q, k, v, _ = whole(inputs, me.device)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        length = q.shape[2]
+        out = me.kernel.det_attn_context_parallel(q, k, v, mesh, causal, layout="zigzag")
+        (out,) = context_parallel_unshard(mesh, [out], [2])
+    return length, numpy_of(out.cpu())
+
+
+def once_only(me, size, inputs):
+    """The gradient of a gradient; then gradients of q alone, and through a checkpoint."""
+    q, k, v, dO = whole(inputs, me.device)
+    q, k, v, dO = (x[:, :, me.rank :: size] for x in (q, k, v, dO))
+    attend = me.kernel.det_attn_context_parallel
+    q.requires_grad_()
+    out = attend(q, k, v, me.groups[size])
+    (dq,) = torch.autograd.grad(out, q, dO, create_graph=True)
+    try:
+        dq.sum().backward()
+        refused = None
+    except NotImplementedError as error:
+        refused = str(error)
+    again = torch.utils.checkpoint.checkpoint(lambda x: attend(x, k, v, me.groups[size]), q, use_reentrant=False)
+    (repeated,) = torch.autograd.grad(again, q, dO)
+    with torch.no_grad():
+        plain = attend(q, k, v, me.groups[size])
+    return refused, numpy_of(dq.detach().cpu()), numpy_of(repeated.cpu()), torch.equal(out, plain), plain.requires_grad
+
+
 def numpy_of(x):
     """Through the pipe as bytes: numpy has no bfloat16."""
     return str(x.dtype).split(".")[1], tuple(x.shape), x.contiguous().view(torch.uint8).numpy().tobytes()
@@ -155,4 +190,4 @@ def whole(inputs, device="cpu"):
     return q, k, v, dO
 
 
-TASKS = {f.__name__: f for f in (ready, die, refused, attend)}
+TASKS = {f.__name__: f for f in (ready, die, refused, attend, torch_context_parallel, once_only)}
