@@ -43,8 +43,8 @@ LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "shuffled": shuffled}
 def online_ring(q, k, v, gradient, rows, causal):
     """(out, dq, dk, dv) of own rows: keys of all ranks, from own ones on round the ring; float32 throughout."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    all_k, all_v = (gathered(x, rows).requires_grad_() for x in (k, v))
-    q = q.clone().requires_grad_()
+    all_k, all_v = (gathered(x.detach(), rows).requires_grad_() for x in (k, v))
+    q = q.detach().clone().requires_grad_()
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (all_k, all_v))
     mine = torch.tensor(rows[rank], device=q.device)
     maximum = torch.full((*q.shape[:3], 1), -1e30, device=q.device)

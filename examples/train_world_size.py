@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from context_parallel import gathered
+from context_parallel import online_ring
 from torch import nn
 from torch.nn import functional as F
 from train_repeat import GPT, load_kernel, text, weights_hash
@@ -31,8 +31,6 @@ class Online(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, rows):
-        from context_parallel import online_ring
-
         ctx.save_for_backward(q, k, v)
         ctx.rows = rows
         with torch.enable_grad():
@@ -40,8 +38,6 @@ class Online(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        from context_parallel import online_ring
-
         with torch.enable_grad():
             return (*online_ring(*ctx.saved_tensors, gradient, ctx.rows, True)[1:], None)
 
