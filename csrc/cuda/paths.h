@@ -21,8 +21,8 @@ void forward(const Context&, const Problem&, const MutableView& out, double* row
 }  // namespace reference
 
 // Int8 tensor cores. Whose products: the stages around them are the same. kMma is mma.sync, sm_80+; kWgmma takes wgmma
-// where it pays, sm_90a.
-enum class Engine { kMma, kWgmma };
+// where it pays, sm_90a; kDirect is mma.sync on keys and values in place, which forward.cu takes for few query rows.
+enum class Engine { kMma, kWgmma, kDirect };
 namespace tensor_core {
 void rowmax(const Context&, Engine, const Problem&, double* rowmax);
 void accumulate(const Context&, Engine, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
