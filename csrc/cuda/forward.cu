@@ -197,21 +197,37 @@ void rowmax(const Context& ctx, Engine engine, const Problem& problem, double* r
   export_rowmax(ctx, s, prepared, rowmax);
 }
 
-void accumulate(const Context& ctx, Engine engine, const Problem& problem, const double* rowmax, int64_t* num,
-                int64_t* den) {
+namespace {
+
+// The sums under `given` row maxima; with `raised` these are a lower bound, and become the maxima of it and these keys.
+void accumulate(const Context& ctx, Engine engine, const Problem& problem, const double* given, double* raised,
+                int64_t* num, int64_t* den) {
   engine = engine_for(engine, problem);
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
   const Prepared prepared = prepare(ctx, engine, problem, s, true);
-  import_rowmax(ctx, s, prepared, rowmax);
+  import_rowmax(ctx, s, prepared, given);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.digits = num;
   check(cudaMemsetAsync(num, 0, s.heads * s.rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)),
         "cudaMemsetAsync");
   check(cudaMemsetAsync(den, 0, s.heads * s.rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
-  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s, is_uneven(problem.mask)), true);
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s, is_uneven(problem.mask)), raised == nullptr);
   patch_specials(ctx, problem, args);
   finish_num(ctx, args);
+  if (raised != nullptr) export_rowmax(ctx, s, prepared, raised);
+}
+
+}  // namespace
+
+void accumulate(const Context& ctx, Engine engine, const Problem& problem, const double* rowmax, int64_t* num,
+                int64_t* den) {
+  accumulate(ctx, engine, problem, rowmax, nullptr, num, den);
+}
+
+void accumulate_last(const Context& ctx, Engine engine, const Problem& problem, const double* others, double* rowmax,
+                     int64_t* num, int64_t* den) {
+  accumulate(ctx, engine, problem, others, rowmax, num, den);
 }
 
 void forward(const Context& ctx, Engine engine, const Problem& problem, const MutableView& out, double* rowmax,

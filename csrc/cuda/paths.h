@@ -16,6 +16,7 @@ void finalize(const Context&, const int64_t* num, const int64_t* den, int64_t co
 namespace reference {
 void rowmax(const Context&, const Problem&, double* rowmax);
 void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void accumulate_last(const Context&, const Problem&, const double* others, double* rowmax, int64_t* num, int64_t* den);
 void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
 }  // namespace reference
 
@@ -25,6 +26,8 @@ enum class Engine { kMma, kWgmma, kDirect };
 namespace tensor_core {
 void rowmax(const Context&, Engine, const Problem&, double* rowmax);
 void accumulate(const Context&, Engine, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void accumulate_last(const Context&, Engine, const Problem&, const double* others, double* rowmax, int64_t* num,
+                     int64_t* den);
 void forward(const Context&, Engine, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
 }  // namespace tensor_core
 
