@@ -52,9 +52,7 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: attn_mask requires grad, or an input has a forward-mode tangent.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = cast_for_autocast(query, key, value)
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
     q_shape, k_shape = query.shape, key.shape
@@ -65,17 +63,45 @@ def scaled_dot_product_attention(
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
 
 
+def cast_for_autocast(query, key, value):
+    """Under autocast torch gives its attention inputs of the reduced dtype."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def draw_seed():
+    """From torch's default CPU generator, on every device: a GPU's would have to be waited for."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+
+
+def same_width(query, key, value):
+    """Rows of one width. Zeros added to a row change neither its exponent nor its products: the bytes stay."""
+    columns = max(query.shape[-1], value.shape[-1])
+    if value.shape[-1] < columns:
+        return query, key, functional.pad(value, (0, columns - value.shape[-1]))
+    if query.shape[-1] < columns:
+        extra = (0, columns - query.shape[-1])
+        return functional.pad(query, extra), functional.pad(key, extra), value
+    return query, key, value
+
+
 def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision):
     """Inputs shaped as det_attn takes them."""
-    if dropout_p:
-        # On the CPU generator: a number of a GPU's generator could only be had by waiting for the GPU.
-        seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-        return det_attn(
-            query, key, value, is_causal, scale, precision=precision, q_offset=0, out_dtype=query.dtype,
-            attn_bias=attn_mask, dropout_p=dropout_p, dropout_seed=seed,
-        )  # fmt: skip
     return det_attn(
-        query, key, value, is_causal, scale, precision=precision, q_offset=0, out_dtype=query.dtype, attn_bias=attn_mask
+        query,
+        key,
+        value,
+        is_causal,
+        scale,
+        precision=precision,
+        q_offset=0,
+        out_dtype=query.dtype,
+        attn_bias=attn_mask,
+        dropout_p=dropout_p,
+        dropout_seed=draw_seed() if dropout_p else 0,
     )
 
 
@@ -105,10 +131,8 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         ) from None
     batch = math.prod(lead if kept == 3 else lead[:-1])
 
-    def four(x, columns):
+    def four(x):
         heads = x.shape[-3] if kept == 3 else lead[-1] if lead else 1
-        if x.shape[-1] < columns:  # zeros change neither a row's exponent nor its products: the bytes stay
-            x = functional.pad(x, (0, columns - x.shape[-1]))
         x = x.expand(*lead, *x.shape[-kept:]).reshape(batch, heads, *x.shape[-2:])
         return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -116,8 +140,7 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
     if attn_mask is not None and len(out_shape) > 4 and attn_mask.dim() > 2:
         heads = out_shape[-3]
         attn_mask = attn_mask.expand(*out_shape[:-1], key.shape[-2]).reshape(batch, heads, query.shape[-2], -1)
-    columns = max(width, value_width)
-    query, key, value = (four(x, columns) for x in (query, key, value))
+    query, key, value = (four(x) for x in same_width(query, key, value))
     out = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
     return out[..., :value_width].reshape(out_shape)
 
