@@ -10,6 +10,7 @@ integer arithmetic, and the result is rounded once. docs/contract.md states the 
     grad_reference, grad_accumulate, grad_finalize   the same for gradients: combine by max, by +
     rows                                         the integers that the stages see
     scaled_dot_product_attention, replace_sdpa   torch's function with det-attn's bytes, and det-attn in its place
+    attention                                    the same for transformers' models
     layers                                       what kernels.kernelize puts in a model
 """
 
@@ -21,10 +22,15 @@ from .gradients import grad_accumulate, grad_finalize, grad_reference
 from .sdpa import replace_sdpa, scaled_dot_product_attention
 from .sharding import det_attn_sharded
 from .stages import accumulate, finalize, rowmax, rows
+from .transformers import attention
+
+# Under these two names transformers looks for an attention that takes its masks of every pair.
+flash_attn_forward, supports_flash_attn = attention, True
 
 __all__ = [
     "State",
     "accumulate",
+    "attention",
     "det_attn",
     "det_attn_sharded",
     "finalize",
