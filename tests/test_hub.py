@@ -221,6 +221,46 @@ def test_a_publisher_the_hub_trusts_needs_no_flag(hub, tmp_path):
         hub.trusted.clear()
 
 
+MODEL = f"""
+import sys
+import torch
+from kernels import LayerRepository, Mode, kernelize, use_kernel_forward_from_hub, use_kernel_mapping
+from transformers import AttentionInterface, AutoModel
+sys.path.insert(0, sys.argv[1])
+from shard_rotation import model_folder
+
+model = AutoModel.from_pretrained(model_folder(), attn_implementation="{REPO_ID}:attention", allow_all_kernels=True)
+ids = torch.arange(1000, 1012)[None]
+with torch.no_grad():
+    ours = model.eval()(ids).last_hidden_state
+    model.set_attn_implementation("eager")
+    print((ours - model(ids).last_hidden_state).abs().max().item() < 1e-4)
+print(sys.modules[AttentionInterface()["{REPO_ID}:attention"].__module__].__file__)
+
+@use_kernel_forward_from_hub("Attention")
+class Attention(torch.nn.Module):
+    def forward(self, query, key, value, mask=None, dropout=0.0, causal=False, scale=None, gqa=False):
+        raise NotImplementedError
+
+repository = LayerRepository("{REPO_ID}", layer_name="ScaledDotProductAttention", version=1, trust_remote_code=True)
+with use_kernel_mapping({{"Attention": {{"cpu": repository}}}}):
+    layer = kernelize(Attention(), mode=Mode.INFERENCE, device="cpu")
+print(torch.isfinite(layer(*torch.randn(3, 1, 2, 5, 16))).all().item())
+"""
+
+
+def test_a_real_model_and_a_layer_take_it_from_branch_v1(hub, tmp_path):
+    """MiniLM's weights, `attn_implementation` with the name on the Hub."""
+    pytest.importorskip("transformers")
+    from transformers.utils import is_kernels_available
+
+    if not is_kernels_available():
+        pytest.skip("this transformers takes no kernels of the installed version of `kernels`")
+    near, path, finite = run(hub, tmp_path, sys.executable, "-c", MODEL, ROOT / "examples").split()[-3:]
+    assert (near, finite) == ("True", "True")
+    assert tmp_path in Path(path).parents
+
+
 def test_kernels_versions_finds_the_build(hub, tmp_path):
     said = run(hub, tmp_path, *kernels("versions", REPO_ID))
     assert "Version 1:" in said and f"{CPU.name} compatible, preferred" in said

@@ -198,7 +198,7 @@ def test_precision_is_chosen_by_the_registered_function(model, device):
 
 
 def test_training_gradients_are_near_eager_and_repeat(model, device):
-    ids = tokens(2, 17, device)
+    ids = tokens(2, 9, device)
 
     def gradients(implementation):
         model.set_attn_implementation(implementation)
