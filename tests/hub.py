@@ -19,7 +19,7 @@ def git_blob(data):
 
 
 class Hub:
-    """repos: repo id -> branch -> commit; commits: commit -> path -> bytes; trusted: publishers with the Hub's badge."""
+    """repos: repo id -> branch -> commit; commits: commit -> path -> bytes; trusted: publishers with a badge."""
 
     def __init__(self):
         self.repos, self.commits, self.trusted, self.requests = {}, {}, set(), []

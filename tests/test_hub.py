@@ -69,7 +69,8 @@ def damaged(root, tmp_path, edit):
 def set_metadata(**changes):
     def edit(variant):
         metadata = json.loads((variant / "metadata.json").read_text())
-        (variant / "metadata.json").write_text(json.dumps({k: v for k, v in {**metadata, **changes}.items() if v is not None}))
+        left = {k: v for k, v in {**metadata, **changes}.items() if v is not None}
+        (variant / "metadata.json").write_text(json.dumps(left))
 
     return edit
 

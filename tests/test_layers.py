@@ -1,6 +1,6 @@
 """layers: what kernels.kernelize puts in a model gives det-attn's bytes, in training, inference and compiled.
 
-In: a small model whose attention is a layer of its own, as a model author would mark it. Out: the same model, kernelized.
+In: a small model whose attention is a layer of its own, marked as model authors do. Out: the same model, kernelized.
 """
 
 import pytest
@@ -75,7 +75,8 @@ def test_the_kernelized_model_trains(kernel, device):
 
 
 def test_the_kernelized_model_compiles_to_one_graph(kernel, device):
-    model = torch.compile(kernelized(REPOSITORIES["local"], Mode.INFERENCE | Mode.TORCH_COMPILE, device), fullgraph=True)
+    model = kernelized(REPOSITORIES["local"], Mode.INFERENCE | Mode.TORCH_COMPILE, device)
+    model = torch.compile(model, fullgraph=True)
     q, k, v = tensors(device)
     assert_same_bits(model(q, k, v), kernel.det_attn(q, k, v, causal=True))
 

@@ -138,7 +138,7 @@ def main() -> int:
         print(f"{HUB.relative_to(ROOT)}: {repo_id}, version {config['general']['version']}")
         if args.upload:
             if any(unfit.values()) and not args.any_machine:
-                raise PackageError("a variant is unfit for some machines (above); --any-machine uploads it all the same")
+                raise PackageError("a variant is unfit for some machines (above); --any-machine uploads all the same")
             print(f"published {repo_id} as {upload(config, HUB, repo_id, args.private)}")
     except PackageError as error:
         print(f"packaging failed: {error}", file=sys.stderr)

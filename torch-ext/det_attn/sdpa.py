@@ -33,9 +33,9 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention` with the bytes of `det_attn`.
 
     Args:
-        query: [..., Hq, L, E]; key: [..., H, S, E]; value: [..., H, S, Ev], E and Ev from 1 to 256. float32, bfloat16 or
-            float16, all of one dtype and on one device; under autocast they are converted to its dtype first, as by
-            torch. Leading dimensions broadcast; there may be none.
+        query: [..., Hq, L, E]; key: [..., H, S, E]; value: [..., H, S, Ev], E and Ev from 1 to 256. float32, bfloat16
+            or float16, all of one dtype and on one device; under autocast they are converted to its dtype first, as
+            by torch. Leading dimensions broadcast; there may be none.
         attn_mask: broadcastable to [..., Hq, L, S]. bool: True is attended. float32, bfloat16 or float16: added to the
             scaled scores, -inf is not attended (contract section 2).
         dropout_p: probability of dropping a weight. The seed is drawn from torch's default CPU generator, on every
@@ -52,13 +52,18 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: attn_mask requires grad, or an input has a forward-mode tangent.
     """
-    query, key, value = cast_for_autocast(query, key, value)
-    if is_causal and attn_mask is not None:
+    if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        query, key, value = cast_for_autocast(query, key, value)
+    if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
     q_shape, k_shape = query.shape, key.shape
-    plain = len(q_shape) == 4 and q_shape[0] == k_shape[0] and value.shape == k_shape
-    plain = plain and (enable_gqa or q_shape[1] == k_shape[1])
-    if plain and query.stride(-1) == 1 and key.stride(-1) == 1 and value.stride(-1) == 1:
+    if (
+        len(q_shape) == len(k_shape) == 4
+        and value.shape == k_shape
+        and (q_shape[1] == k_shape[1] or enable_gqa)
+        and q_shape[0] == k_shape[0]
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    ):
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
 
@@ -90,6 +95,9 @@ def same_width(query, key, value):
 
 def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision):
     """Inputs shaped as det_attn takes them."""
+    if attn_mask is None and not dropout_p:  # most calls: what is not said need not be checked
+        q_offset = 0 if is_causal else None
+        return det_attn(query, key, value, is_causal, scale, precision=precision, q_offset=q_offset, out_dtype=query.dtype)
     return det_attn(
         query,
         key,
@@ -161,8 +169,8 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
     scaled_dot_product_attention`) and the fused fast path of torch.nn.TransformerEncoder are not reached.
 
     Args:
-        fallback: False: a call that det-attn does not support raises. True: it warns, once in this block, and runs torch's
-            function; the bytes of such a call are torch's.
+        fallback: False: a call that det-attn does not support raises. True: it warns, once in this block, and runs
+            torch's function; the bytes of such a call are torch's.
         precision: "highest" or "high", as in `det_attn`.
     """
 

@@ -1,7 +1,7 @@
 """The attention function of Hugging Face transformers, with det-attn's bytes; transformers itself is not imported.
 
-In: what `transformers.AttentionInterface` hands to an attention: query [B, Hq, Sq, D] and the masks, windows and packing
-of the model. Out: [B, Sq, Hq, D] in the dtype of the input. A mask is data here, never read on the host.
+In: what `transformers.AttentionInterface` hands to an attention: query [B, Hq, Sq, D] and the masks, windows and
+packing of the model. Out: [B, Sq, Hq, D] in the dtype of the input. A mask is data here, never read on the host.
 """
 
 from typing import Any, Optional, Tuple
@@ -67,10 +67,9 @@ def attention(
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: sinks, paged caches, weights, or the gradient of position_bias were asked for.
     """
-    for name, given in (("s_aux", s_aux is not None), ("block_table", block_table is not None),
-                        ("output_attentions", output_attentions)):  # fmt: skip
-        if given:
-            raise NotImplementedError(f"{name}: det-attn has no attention sinks, paged caches or attention weights here")
+    if s_aux is not None or block_table is not None or output_attentions:
+        name = "s_aux" if s_aux is not None else "block_table" if block_table is not None else "output_attentions"
+        raise NotImplementedError(f"{name}: attention sinks, paged caches and attention weights are not supported here")
     query, key, value = cast_for_autocast(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
