@@ -3,8 +3,9 @@
     python examples/fingerprint.py call.safetensors --causal --json here.json    # Q, K, V, and dO if gradients count
     python examples/fingerprint.py --compare here.json there.json
 
-In: tensors Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D], dO like Q, saved with safetensors. Out: a hash per boundary, as
-docs/contract.md section 5 defines it; or the first boundary at which two reports differ, and exit status 1.
+In: tensors Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D], dO like Q, saved with safetensors, and if the call has them
+attn_bias, alibi_slopes and key_ranges. Out: a hash per boundary, as docs/contract.md section 5 defines it; or the first
+boundary at which two reports differ, and exit status 1.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import torch
 from shard_rotation import load_kernel  # beside this file
 
 CONTRACT = 1
+TENSORS = ("Q", "K", "V", "dO", "attn_bias", "alibi_slopes", "key_ranges")
+SETTINGS = ("causal", "scale", "precision", "q_offset", "window", "softcap", "dropout_p", "dropout_seed")
 # What to look at when a boundary is the first to differ: all before it were the same bytes.
 MEANING = {
     "input": "the machines were given different tensors",
@@ -44,15 +47,17 @@ def fingerprint(kernel, tensors, settings):
     """boundary -> hash, in the order of the data flow. A boundary is named "kind: what" where a kind has several."""
     Q, K, V = (tensors[name] for name in "QKV")
     scale, precision = settings["scale"], settings["precision"]
-    call = dict(causal=settings["causal"], scale=scale, precision=precision, q_offset=settings["q_offset"])
+    scores = {name: value for name, value in settings.items() if not name.startswith("dropout")}
+    scores.update({name: tensors[name] for name in TENSORS[4:] if name in tensors})
+    call = {**settings, **scores}
     found = {f"input: {name}": sha256(x) for name, x in tensors.items()}
     for name, kind in (("Q", "query"), ("K", "key"), ("V", "value")):
         integers, exponents = kernel.rows(tensors[name], kind, scale if name == "Q" else None, precision=precision)
         found[f"rows: {name} integers"], found[f"rows: {name} exponents"] = sha256(integers), sha256(exponents)
 
-    rowmax = kernel.rowmax(Q, K, **call)
+    rowmax = kernel.rowmax(Q, K, **scores)
     num, den = kernel.accumulate(Q, K, V, rowmax, **call)
-    out = kernel.finalize(num, den, precision=precision)
+    out = kernel.finalize(num, den, precision=precision, dropout_p=settings["dropout_p"])
     found.update({"rowmax": sha256(rowmax), "NUM": sha256(num), "DEN": sha256(den), "out": sha256(out)})
     del num  # the largest tensor: 96 bytes per output number
     found["fused out"] = sha256(kernel.det_attn(Q, K, V, **call))
@@ -82,7 +87,7 @@ def report(kernel, path, device, settings):
     missing = [name for name in "QKV" if name not in stored]
     if missing:
         raise SystemExit(f"{path}: has no tensor named {', '.join(missing)}, only {', '.join(stored) or 'none'}")
-    tensors = {name: stored[name] for name in ("Q", "K", "V", "dO") if name in stored}
+    tensors = {name: stored[name] for name in TENSORS if name in stored}
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
     return {
         "contract": CONTRACT,
@@ -123,6 +128,10 @@ def main():
     parser.add_argument("--scale", type=float, help="1 / sqrt(D) if not given")
     parser.add_argument("--precision", choices=("highest", "high"), default="highest", help="(%(default)s)")
     parser.add_argument("--q-offset", type=int, help="Skv - Sq if not given")
+    parser.add_argument("--window", type=int, nargs=2, default=[-1, -1], metavar=("LEFT", "RIGHT"), help="-1: no limit")
+    parser.add_argument("--softcap", type=float, default=0.0, help="0: none")
+    parser.add_argument("--dropout-p", type=float, default=0.0, help="(%(default)s)")
+    parser.add_argument("--dropout-seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the report there as well")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="compare two reports instead")
@@ -133,7 +142,7 @@ def main():
         text, same = compare(*(json.loads(path.read_text()) for path in args.compare))
         print(text)
         return 0 if same else 1
-    settings = {name: getattr(args, name) for name in ("causal", "scale", "precision", "q_offset")}
+    settings = {name: getattr(args, name) for name in SETTINGS}
     found = report(load_kernel(), args.file, args.device, settings)
     for name, value in found["boundaries"].items():
         print(f"{name:18} {value}")

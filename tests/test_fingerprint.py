@@ -17,7 +17,10 @@ from test_golden import fixtures, golden, inputs_of
 sys.path.insert(0, str(ROOT / "examples"))
 import fingerprint  # noqa: E402
 
-SETTINGS = dict(causal=True, scale=None, precision="highest", q_offset=None)
+SETTINGS = dict(
+    causal=True, scale=None, precision="highest", q_offset=None, window=[-1, -1], softcap=0.0, dropout_p=0.0,
+    dropout_seed=0,
+)  # fmt: skip
 
 
 def script(*arguments, status=0):
@@ -43,7 +46,7 @@ def test_the_hashes_are_the_golden_ones(kernel, device, name, tmp_path):
     source, settings = fixtures()[name]
     Q, K, V = inputs_of(source)
     save_file({"Q": Q, "K": K, "V": V}, tmp_path / "call.safetensors")
-    settings = {"q_offset": None, **settings}
+    settings = {**SETTINGS, "q_offset": None, **settings}
     found = fingerprint.report(kernel, tmp_path / "call.safetensors", device, settings)["boundaries"]
     known = golden()[name]
     for boundary in ("rowmax", "NUM", "DEN", "out"):
@@ -118,6 +121,25 @@ def test_a_changed_input_is_found_at_the_input(kernel, call, tmp_path):
     text, same = fingerprint.compare(first, fingerprint.report(kernel, tmp_path / "other.safetensors", "cpu", SETTINGS))
     assert text.splitlines()[0] == "first difference: input: V" and not same
     assert "rowmax" not in text.splitlines()[-1], "a changed value cannot reach the row maxima"
+
+
+@pytest.mark.parametrize("change", [
+    {"window": [3, 0]}, {"softcap": 0.5}, {"dropout_p": 0.5}, {"dropout_p": 0.5, "dropout_seed": 1},
+    {"attn_bias": torch.linspace(-1, 1, 21)[None]}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
+    {"key_ranges": torch.tensor([[2, 20]] * 9, dtype=torch.int32)[None]},
+])  # fmt: skip
+def test_every_modifier_reaches_the_stages_and_the_fused_call(kernel, device, call, tmp_path, change):
+    from safetensors.torch import load_file
+
+    settings = {**SETTINGS, **{n: v for n, v in change.items() if n in SETTINGS}}
+    tensors = {n: x for n, x in load_file(call).items() if n != "dO"}
+    plain, changed = tmp_path / "plain.safetensors", tmp_path / "changed.safetensors"
+    save_file(tensors, plain)
+    save_file({**tensors, **{n: v for n, v in change.items() if n not in SETTINGS}}, changed)
+    before = fingerprint.report(kernel, plain, device, SETTINGS)["boundaries"]
+    after = fingerprint.report(kernel, changed, device, settings)["boundaries"]
+    assert after["out"] == after["fused out"] != before["out"]
+    assert (after["rowmax"] == before["rowmax"]) == ("dropout_p" in change)
 
 
 def test_a_file_without_q_k_v_is_refused(kernel, tmp_path):
