@@ -6,6 +6,7 @@ integer arithmetic, and the result is rounded once. docs/contract.md states the 
 
     det_attn(Q, K, V, causal)                    the fused call
     det_attn_sharded(Q, K, V, kv_splits, causal) the same bytes over shards of the keys
+    det_attn_varlen(q, k, v, cu_seqlens_q, ...)  the same bytes for packed sequences
     rowmax, accumulate, finalize                 the stages, for shards that live apart: combine by max, by +
     grad_reference, grad_accumulate, grad_finalize   the same for gradients: combine by max, by +
     rows                                         the integers that the stages see
@@ -17,12 +18,14 @@ from .attention import State, det_attn
 from .gradients import grad_accumulate, grad_finalize, grad_reference
 from .sharding import det_attn_sharded
 from .stages import accumulate, finalize, rowmax, rows
+from .varlen import det_attn_varlen
 
 __all__ = [
     "State",
     "accumulate",
     "det_attn",
     "det_attn_sharded",
+    "det_attn_varlen",
     "finalize",
     "grad_accumulate",
     "grad_finalize",
