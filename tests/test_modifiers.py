@@ -12,15 +12,19 @@ import torch
 import generators
 import oracle
 from conftest import assert_same_bits
-from helpers import every_modifier, make, paths, tensor
+from helpers import (
+    assert_same_boundaries,
+    every_modifier,
+    kernel_boundaries,
+    make,
+    oracle_boundaries,
+    paths,
+    paths_of,
+    tensor,
+)
 
 NAMES = ("dQ", "dK", "dV")
 SIZES = dict(B=2, heads=(4, 2), Sq=33, Skv=150, D=24)
-
-
-def of_scores(how):
-    """The arguments that rowmax takes too."""
-    return {name: x for name, x in how.items() if not name.startswith("dropout")}
 
 
 def to(device, how):
@@ -85,28 +89,15 @@ def cases(B, Hq, Sq, Skv):
 CASES = cases(2, 4, 33, 150)
 
 
-def check(kernel, device, inputs, how, grad_of=("auto",)):
+def check(kernel, device, inputs, how):
     """Every boundary on every path against the oracle, forward and, where the device has it, backward."""
     Q, K, V, dO = inputs
     precision = how.get("precision", "highest")
-    expected = oracle.det_attn(Q, K, V, **how)
+    expected = oracle_boundaries(Q, K, V, **how)
     q, k, v, do = (x.to(device) for x in inputs)
     on_device = to(device, how)
-    rowmax = tensor(expected.rowmax).to(device)
-    for path in paths(kernel, device):
-        if path in ("mma", "wgmma"):
-            continue  # they refuse modifiers; see test_tensor_core_paths_take_them_or_say_so
-        options = dict(on_device, path=path)
-        assert_same_bits(kernel.rowmax(q, k, **of_scores(options)), expected.rowmax, f"{path} rowmax")
-        num, den = kernel.accumulate(q, k, v, rowmax, **options)
-        assert_same_bits(den, expected.DEN, f"{path} DEN")
-        assert_same_bits(num, expected.NUM, f"{path} NUM")
-        out = kernel.finalize(num, den, precision=precision, dropout_p=how.get("dropout_p", 0.0))
-        assert_same_bits(out, expected.out, f"{path} staged out")
-        fused, state = kernel.det_attn(q, k, v, return_state=True, **options)
-        assert_same_bits(fused, expected.out, f"{path} out")
-        assert_same_bits(state.rowmax, expected.rowmax, f"{path} fused rowmax")
-        assert_same_bits(state.den, expected.DEN, f"{path} fused DEN")
+    for path in paths_of(kernel, device, how):
+        assert_same_boundaries(kernel_boundaries(kernel, q, k, v, path=path, **on_device), expected)
     if not has_backward(kernel, device):
         return
     wanted = oracle.gradients(*inputs, **how)
@@ -114,7 +105,7 @@ def check(kernel, device, inputs, how, grad_of=("auto",)):
     found = gradients(lambda *x: kernel.det_attn(*x, **on_device), q, k, v, do)
     for name, x, y in zip(NAMES, found, wanted):
         assert_same_bits(x, y, f"fused {name}")
-    given = (q, k, v, do, tensor(expected.out).to(device), rowmax, tensor(expected.DEN).to(device))
+    given = (q, k, v, do, *(expected[name].to(device) for name in ("out", "rowmax", "DEN")))
     for name, x, y in zip("ABC", kernel.grad_reference(*given, **on_device), references):
         assert_same_bits(x, y, name)
     references = [tensor(x).to(device) for x in references]
