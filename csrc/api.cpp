@@ -265,11 +265,11 @@ Tensor rowmax(const Tensor& q, const Tensor& k, bool causal, double scale, const
   return out;
 }
 
-std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rowmax,
-                                      bool causal, double scale, const std::string& precision, int64_t diagonal,
-                                      int64_t kv_lo, int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path) {
-  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
-  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
+namespace {
+
+// accumulate, or with `raised` accumulate_last, which writes the row maximum over all shards there.
+std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& rowmax, const Problem& problem,
+                                      const std::string& path, Tensor* raised) {
   const Path kernels = parse_path(path);
   const std::vector<int64_t> rows_shape{problem.batch, problem.q_heads, problem.q_len};
   check_shape(rowmax, "rowmax", ScalarType::Double, rows_shape);
@@ -277,13 +277,42 @@ std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Te
   Tensor num = allocate({problem.batch, problem.q_heads, problem.q_len, problem.head_dim, kDigits}, ScalarType::Long,
                         q.device());
   Tensor den = allocate(rows_shape, ScalarType::Long, q.device());
+  if (raised != nullptr) *raised = allocate(rows_shape, ScalarType::Double, q.device());
   if (den.numel() > 0) {
     Call call(q.device(), kernels);
     const Tensor maxima = torch::stable::contiguous(rowmax);
-    call->accumulate(call.context, problem, static_cast<const double*>(maxima.const_data_ptr()),
-                     static_cast<int64_t*>(num.mutable_data_ptr()), static_cast<int64_t*>(den.mutable_data_ptr()));
+    const double* given = static_cast<const double*>(maxima.const_data_ptr());
+    int64_t* digits = static_cast<int64_t*>(num.mutable_data_ptr());
+    int64_t* weights = static_cast<int64_t*>(den.mutable_data_ptr());
+    if (raised == nullptr) {
+      call->accumulate(call.context, problem, given, digits, weights);
+    } else {
+      call->accumulate_last(call.context, problem, given, static_cast<double*>(raised->mutable_data_ptr()), digits,
+                            weights);
+    }
   }
   return {num, den};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rowmax,
+                                      bool causal, double scale, const std::string& precision, int64_t diagonal,
+                                      int64_t kv_lo, int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path) {
+  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
+  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
+  return accumulate(q, rowmax, problem, path, nullptr);
+}
+
+std::tuple<Tensor, Tensor, Tensor> accumulate_last(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   const Tensor& rowmax, bool causal, double scale,
+                                                   const std::string& precision, int64_t diagonal, int64_t kv_lo,
+                                                   int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path) {
+  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
+  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
+  Tensor raised;
+  const auto [num, den] = accumulate(q, rowmax, problem, path, &raised);
+  return {num, den, raised};
 }
 
 Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precision, ScalarType out_dtype,

@@ -57,12 +57,19 @@ void forward(const Context& ctx, const Problem& problem, const MutableView& out,
   cuda::tensor_core::forward(ctx, engine_of(path), problem, out, rowmax, den);
 }
 
+void accumulate_last(const Context& ctx, const Problem& problem, const double* others, double* rowmax, int64_t* num,
+                     int64_t* den) {
+  const Path path = choose_path(ctx, problem);
+  if (path == Path::kReference) return cuda::reference::accumulate_last(ctx, problem, others, rowmax, num, den);
+  cuda::tensor_core::accumulate_last(ctx, engine_of(path), problem, others, rowmax, num, den);
+}
+
 }  // namespace
 
 const Backend& cuda_backend() {
   // The backward stages are not in CUDA builds yet; api.cpp says so.
   static const Backend backend{cuda::rows, rowmax,  accumulate, cuda::finalize, forward,
-                               nullptr,    nullptr, nullptr,    nullptr};
+                               nullptr,    nullptr, nullptr,    nullptr,        accumulate_last};
   return backend;
 }
 

@@ -438,6 +438,42 @@ def output_dtype(out_dtype):
         raise ValueError(f"out_dtype: got {out_dtype}, allowed are torch.float32, torch.bfloat16 and torch.float16")
 
 
+def distribution(method, replicated_q, head_groups, q_offset, chunk_bytes):
+    """What det_attn_context_parallel takes beside the arguments of a call."""
+    _choice(method, "method", ("ring", "gather", "reduce"))
+    flag(replicated_q, "replicated_q")
+    if replicated_q and method != "reduce":
+        raise ValueError(f"replicated_q: got True with method={method!r}, needs method='reduce'")
+    if replicated_q and head_groups:
+        raise ValueError("replicated_q: got True with a heads_group, only one of them is allowed")
+    if q_offset is not None:
+        _offset(q_offset, "q_offset")
+    _integer(chunk_bytes, "chunk_bytes")
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes: got {chunk_bytes}, must be positive")
+
+
+def layout(x, q_len, kv_len, device):
+    """None for a layout with a name, otherwise the positions of own queries and of own keys."""
+    if isinstance(x, str):
+        _choice(x, "layout", ("contiguous", "zigzag"))
+        return None
+    pair = x if isinstance(x, tuple) else (x, x)
+    if len(pair) != 2:
+        raise ValueError(f"layout: got a tuple of {len(pair)}, must be (positions of queries, positions of keys)")
+    for positions, length, rows in ((pair[0], q_len, "q"), (pair[1], kv_len, "k")):
+        if not isinstance(positions, torch.Tensor):
+            raise TypeError(f"layout: got {_got_type(positions)}, must be 'contiguous', 'zigzag' or int64 tensors")
+        if positions.dtype is not torch.int64:
+            raise TypeError(f"layout: got positions of dtype {positions.dtype}, must be int64")
+        if positions.shape != (length,):
+            raise ValueError(
+                f"layout: got positions of shape {tuple(positions.shape)}, must be one for each row of {rows}, ({length},)"
+            )
+        _same_device(positions, device, "layout", "q")
+    return pair
+
+
 def flag(x, name):
     if x is not True and x is not False:
         raise TypeError(f"{name}: got {_got_type(x)}, must be a bool")
