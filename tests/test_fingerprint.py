@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import make
-from safetensors.torch import save_file
 from test_golden import fixtures, golden, inputs_of
 
+save_file = pytest.importorskip("safetensors.torch").save_file
 sys.path.insert(0, str(ROOT / "examples"))
 import fingerprint  # noqa: E402
 

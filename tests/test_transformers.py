@@ -241,6 +241,21 @@ def test_training_gradients_are_near_eager_and_repeat(model, device):
         torch.testing.assert_close(x, eager[name], rtol=1e-3, atol=1e-3 * eager[name].abs().max().item())
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_compiled_model_is_one_graph_with_the_same_attention(registered, device, name):
+    """One attention layer, with its masks left to it: ranges from positions, windows and softcap among them."""
+    model = model_of(name, device)
+    model.set_attn_implementation("det_attn")
+    layer = model.model.layers[0].self_attn
+    x = torch.randn(2, LENGTH, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    position = torch.arange(LENGTH, device=device)[None]
+    how = dict(position_embeddings=model.model.rotary_emb(x, position), attention_mask=None, position_ids=position)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")(x, **how)[0]
+        assert_same_bits(compiled, layer(x, **how)[0])
+
+
 # ---- MiniLM -------------------------------------------------------------------------------------------------------
 
 
