@@ -328,6 +328,24 @@ def test_blocks_nest_and_end_in_any_order(kernel):
     assert functional.scaled_dot_product_attention is ORIGINAL
 
 
+def test_arguments_of_the_switch_are_checked_on_entering(kernel):
+    for how, error in ((dict(fallback=1), TypeError), (dict(precision="low"), ValueError)):
+        with pytest.raises(error, match=next(iter(how))), kernel.replace_sdpa(**how):
+            raise AssertionError
+    assert functional.scaled_dot_product_attention is ORIGINAL
+
+
+def test_a_function_that_someone_else_put_there_comes_back(kernel, monkeypatch):
+    def theirs(*arguments, **keywords):
+        return "theirs"
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", theirs)
+    x = torch.zeros(1, 1, 2, 4, dtype=torch.float64)
+    with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning):
+        assert functional.scaled_dot_product_attention(x, x, x) == "theirs"
+    assert functional.scaled_dot_product_attention is theirs
+
+
 def test_an_unsupported_call_raises_or_falls_back_with_one_warning(kernel):
     q, k, v = (x.double() for x in qkv((1, 1, 5, 16)))
     with kernel.replace_sdpa(), pytest.raises(TypeError, match="float64"):

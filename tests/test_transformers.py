@@ -243,7 +243,7 @@ def test_training_gradients_are_near_eager_and_repeat(model, device):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_compiled_model_is_one_graph_with_the_same_attention(registered, device, name):
-    """One attention layer, with its masks left to it: ranges from positions, windows and softcap among them."""
+    """One attention layer, with causality, window and softcap left to it."""
     model = model_of(name, device)
     model.set_attn_implementation("det_attn")
     layer = model.model.layers[0].self_attn
@@ -346,10 +346,9 @@ def test_without_a_mask_positions_find_a_querys_own_key(kernel, device):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("sliding_window", [None, 2])
-def test_packed_rows_by_starts_or_positions(kernel, device, is_causal, sliding_window):
+def test_packed_rows_by_the_starts_of_their_sequences(kernel, device, is_causal, sliding_window):
     q, k, v = (x[:1] for x in heads(device, 9, 9))
     starts = torch.tensor([0, 4, 5, 9], dtype=torch.int32, device=device)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]], device=device)
     how = dict(is_causal=is_causal, sliding_window=sliding_window)
     apart = [
         kernel.attention(Layer(), *(x[:, :, lo:hi] for x in (q, k, v)), **how)[0] for lo, hi in ((0, 4), (4, 5), (5, 9))
@@ -357,7 +356,6 @@ def test_packed_rows_by_starts_or_positions(kernel, device, is_causal, sliding_w
     expected = torch.cat(apart, 1)
     by_starts = kernel.attention(Layer(), q, k, v, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **how)[0]
     assert_same_bits(by_starts, expected)
-    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=positions, **how)[0], expected)
 
 
 def test_packed_queries_behind_cached_keys(kernel, device):
