@@ -192,6 +192,16 @@ def test_dropout_is_governed_by_torchs_seed(kernel, device):
     assert not torch.equal(runs[0][0], runs[2][0]) and not torch.equal(runs[0][0], runs[0][1])
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dropout_drops_what_det_attn_drops_with_the_seed_that_was_drawn(kernel, device, is_causal):
+    q, k, v = qkv((2, 3, 5, 16), (2, 3, 9, 16), device=device)
+    torch.manual_seed(7)
+    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+    torch.manual_seed(7)
+    out = kernel.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=is_causal)
+    assert_same_bits(out, kernel.det_attn(q, k, v, is_causal, q_offset=0, dropout_p=0.4, dropout_seed=seed))
+
+
 def test_dropout_keeps_the_mean_and_p_1_drops_all(kernel, device):
     q, k, v = qkv((1, 1, 64, 16), (1, 1, 64, 16), device=device)
     torch.manual_seed(0)

@@ -306,8 +306,21 @@ def test_output_is_laid_out_as_transformers_wants_it(kernel, device):
     out, weights = kernel.attention(Layer(), q, k, v, None, scaling=0.3)
     assert weights is None
     assert_same_bits(out, kernel.det_attn(q, k, v, True, 0.3).transpose(1, 2))
-    wide = kernel.attention(Layer(), q, k, v[..., :5], None, scaling=0.3)[0]
-    assert wide.shape == (2, 6, 4, 5)
+    narrow = kernel.attention(Layer(), q, k, v[..., :5])[0]
+    assert narrow.shape == (2, 6, 4, 5)
+    assert_same_bits(narrow, kernel.scaled_dot_product_attention(
+        q, k, v[..., :5], is_causal=True, enable_gqa=True).transpose(1, 2))  # fmt: skip
+    low = [x.bfloat16() for x in (q, k, v)]
+    expected = kernel.det_attn(*low, causal=True, out_dtype=torch.bfloat16).transpose(1, 2)
+    assert_same_bits(kernel.attention(Layer(), *low)[0], expected)
+
+
+def test_a_single_query_without_a_mask_attends_all_keys(kernel, device):
+    q, k, v = heads(device, 1)
+    expected = kernel.det_attn(q, k, v).transpose(1, 2)
+    assert_same_bits(kernel.attention(Layer(), q, k, v)[0], expected)
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=positions)[0], expected)
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 6])

@@ -96,8 +96,10 @@ def same_width(query, key, value):
 def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision):
     """Inputs shaped as det_attn takes them."""
     if attn_mask is None and not dropout_p:  # most calls: what is not said need not be checked
-        q_offset = 0 if is_causal else None
-        return det_attn(query, key, value, is_causal, scale, precision=precision, q_offset=q_offset, out_dtype=query.dtype)
+        return det_attn(
+            query, key, value, is_causal, scale, precision=precision, q_offset=0 if is_causal else None,
+            out_dtype=query.dtype,
+        )  # fmt: skip
     return det_attn(
         query,
         key,
@@ -174,7 +176,7 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
         precision: "highest" or "high", as in `det_attn`.
 
     Raises:
-        TypeError, ValueError: on entering, an argument is not as above. In the block, as `scaled_dot_product_attention`.
+        TypeError, ValueError: on entering, an argument is not as above; in the block, as scaled_dot_product_attention.
     """
     checks.flag(fallback, "fallback")
     checks.precision_name(precision)
@@ -196,7 +198,7 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
             return _replaced(query, key, value, attn_mask, dropout_p, is_causal, **how)
 
     global _replaced
-    entry = lenient if fallback else strict
+    entry = lenient if fallback else strict if precision != "highest" else scaled_dot_product_attention
     with _lock:
         if not _replacements:
             _replaced = functional.scaled_dot_product_attention
