@@ -4,6 +4,7 @@ In: inputs that every rank makes anew, a slicing of the sequence, a method. Proc
 with gloo on the CPU, and one for each GPU with NCCL.
 """
 
+import contextlib
 import functools
 
 import pytest
@@ -31,7 +32,7 @@ def team(request, tmp_path_factory):
 @pytest.fixture(params=ranks.SIZES)
 def size(request, team):
     if request.param not in team.sizes:
-        pytest.skip(f"no CUDA device for rank {team.count}: {team.count} here, {request.param} wanted")
+        pytest.skip(f"too few GPUs: {request.param} wanted, {team.count} here")
     return request.param
 
 
@@ -210,17 +211,32 @@ def test_decode_over_a_sharded_cache(team, kernel, size, causal, q_len):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_slicing(team, kernel, data):
-    """Queries and keys in any order on any rank, by positions."""
+def test_any_slicing_of_any_shape(team, kernel, data):
+    """Queries and keys in any order on any rank, by positions; larger shapes on GPUs."""
     size = data.draw(st.sampled_from(team.sizes), "ranks")
-    length = data.draw(st.integers(0, 24), "length")
-    inputs = dict(INPUTS, B=1, heads=(2, 1), Sq=length, D=8)
-    method, causal = data.draw(st.sampled_from(METHODS), "method"), data.draw(st.booleans(), "causal")
-    order = data.draw(st.permutations(range(length)), "order")
-    ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=size - 1, max_size=size - 1), label="cuts"))
-    own = cut(order, [b - a for a, b in zip([0, *ends], [*ends, length])])
-    expected = one_process(kernel, inputs, causal=causal)
-    check(team, kernel, size, inputs, [(x, x) for x in own], dict(method=method, causal=causal), expected)
+    longest = 24 if team.backend == "gloo" else 700
+    lengths = data.draw(st.integers(0, longest), "queries"), data.draw(st.integers(0, longest), "keys")
+    kv_heads, head_dim = data.draw(st.integers(1, 3), "heads"), data.draw(st.sampled_from([1, 8, 17, 64, 128]), "D")
+    family = data.draw(st.sampled_from(["normal", "mixed"]), "family")
+    inputs = dict(
+        family=family if min(lengths) > 0 else "normal", B=data.draw(st.integers(1, 2), "batch"),
+        heads=(kv_heads * data.draw(st.integers(1, 2), "group"), kv_heads), Sq=lengths[0], Skv=lengths[1], D=head_dim,
+        dtype=data.draw(st.sampled_from(["float32", "bfloat16", "float16"]), "dtype"),
+    )  # fmt: skip
+    how = dict(causal=data.draw(st.booleans(), "causal"), precision=data.draw(st.sampled_from(["high", "highest"])))
+    method, seed = data.draw(st.sampled_from(METHODS), "method"), data.draw(st.integers(0, 2**31), "order and cuts")
+    own = zip(*(slicing("shuffled", length, size, seed + i) for i, length in enumerate(lengths)))
+    expected = one_process(kernel, inputs, q_offset=0, **how)
+    check(team, kernel, size, inputs, list(own), dict(method=method, **how), expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_a_long_sequence(team, kernel, method):
+    """262,144 tokens, bfloat16, 8 heads, D 128, causal: every rank against one GPU. On CPUs 2,048 tokens."""
+    length = 2**18 if team.backend == "nccl" else 2**11
+    for rank, differing in enumerate(team.results(team.count, "long", length=length, method=method)):
+        assert differing == [], f"rank {rank}"
 
 
 @pytest.mark.parametrize("layout", ["uneven", "zigzag", "shuffled"])
@@ -339,7 +355,7 @@ def test_ranks_that_disagree_all_learn_of_it(team, one, text):
     """Whatever a rank alone does differently, all refuse, naming the argument and the ranks; and can go on."""
     size = min(3, team.sizes[-1])
     if size == 1:
-        pytest.skip(f"no CUDA device for rank 1: {team.count} here")
+        pytest.skip("too few GPUs: 2 wanted, 1 here")
     found = team.run(size, "refused", [{**SHAPES, **(one if rank == size - 1 else {})} for rank in range(size)])
     for answer in found:
         assert (answer.kind, text in answer.text) == ("ValueError", True), answer.trace
@@ -393,6 +409,23 @@ def test_groups_that_are_none(kernel, tmp_path):
         assert torch.equal(kernel.det_attn_context_parallel(x, x, x, mesh["a"]), x)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_gpu_rank_that_dies_is_an_error_and_no_hang(tmp_path):
+    """NCCL's watchdog ends the others, if nothing raises before, soon after the group's timeout."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("too few GPUs: 2 wanted, 1 here")
+    team = ranks.Ranks(2, "nccl", tmp_path, timeout=10)
+    try:
+        team.pipes[1].send(("die", {"size": 2}))
+        team.processes[1].join(10)
+        team.pipes[0].send(("refused", {"size": 2, **SHAPES}))
+        assert team.pipes[0].poll(60), "rank 0 hangs"  # true also when the process has ended
+        with contextlib.suppress(EOFError):
+            assert team.pipes[0].recv().kind != ""
+    finally:
+        team.close()
 
 
 @pytest.mark.parametrize("method", METHODS)
