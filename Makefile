@@ -7,11 +7,16 @@
 #                            README's picture instead of leaving one in build/
 #   DISTRIBUTED="..."        options of examples/context_parallel.py, e.g. DISTRIBUTED="--layout shuffled --method gather"
 #   TESTS="..."              options of pytest, e.g. TESTS="-k contract -x"
+#   PUBLISH="..."            options of tools/package.py --upload, e.g. PUBLISH="--repo-id you/det-attn"
+#
+# make package assembles the Hub repository in build/hub from the variants built here; make publish uploads it too
+# (docs/releasing.md).
 
 SHELL := /bin/bash
 BUILD ?=
 DEMO ?= --plot build/shard_rotation.png
 TESTS ?=
+PUBLISH ?=
 
 # What PYTHON is: torch (used as it is), bare (.venv is made from it), old, or nothing that runs.
 KIND := $(if $(PYTHON),$(shell "$(PYTHON)" -c 'import sys, importlib.util as u; \
@@ -34,7 +39,7 @@ endif
 need = @$(PY) -c 'import sys, importlib.util as u; gone = [p for p in sys.argv[1:] if not u.find_spec(p)]; \
   sys.exit("$(PY) lacks: " + ", ".join(gone) + " (requirements.txt has the versions)" if gone else 0)' $(1)
 
-.PHONY: demo demo-distributed test build setup clean
+.PHONY: demo demo-distributed test build package publish setup clean
 # Kernels that another nvcc makes spill are slower, with the same bytes: the tests refuse them, a first look does not.
 demo: BUILD += --allow-spills
 demo: build
@@ -55,6 +60,14 @@ test: build
 
 build: setup
 	@$(PY) tools/build.py $(BUILD)
+
+package: build
+	$(call need,kernels)
+	@$(PY) tools/package.py
+
+publish: build
+	$(call need,kernels huggingface_hub)
+	@$(PY) tools/package.py --upload $(PUBLISH)
 
 setup: $(SETUP)
 

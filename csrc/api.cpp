@@ -205,10 +205,6 @@ class Call {
 
   const Backend* operator->() const { return backend_; }
 
-  void check_modifiers(const Problem& p) const {
-    STD_TORCH_CHECK(!(device_.is_cpu() && p.modifiers.any()), "det-attn: this modifier is not implemented on the CPU yet");
-  }
-
   Context context;
 
  private:
@@ -264,7 +260,6 @@ Tensor rowmax(const Tensor& q, const Tensor& k, bool causal, double scale, const
   Tensor out = allocate({problem.batch, problem.q_heads, problem.q_len}, ScalarType::Double, q.device());
   if (out.numel() > 0) {
     Call call(q.device(), kernels);
-    call.check_modifiers(problem);
     call->rowmax(call.context, problem, static_cast<double*>(out.mutable_data_ptr()));
   }
   return out;
@@ -286,7 +281,6 @@ std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& rowmax, con
   if (den.numel() > 0) {
     Call call(q.device(), kernels);
     const Tensor maxima = torch::stable::contiguous(rowmax);
-    call.check_modifiers(problem);
     const double* given = static_cast<const double*>(maxima.const_data_ptr());
     int64_t* digits = static_cast<int64_t*>(num.mutable_data_ptr());
     int64_t* weights = static_cast<int64_t*>(den.mutable_data_ptr());
@@ -363,7 +357,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, con
   if (den.numel() > 0) {
     Call call(q.device(), kernels);
     const MutableView view{out.mutable_data_ptr(), out.stride(0), out.stride(1), out.stride(2), dtype};
-    call.check_modifiers(problem);
     call->forward(call.context, problem, view, static_cast<double*>(maxima.mutable_data_ptr()),
                   static_cast<int64_t*>(den.mutable_data_ptr()));
   }
@@ -458,7 +451,6 @@ std::tuple<Tensor, Tensor, Tensor> grad_reference(const Tensor& grad, const Tens
   if (a.numel() + b.numel() > 0) {
     Call call(q.device(), kernels);
     check_backward(call->grad_reference);
-    call.check_modifiers(gradient.call.problem);
     call->grad_reference(call.context, gradient.call, data_of<int32_t>(a, true), data_of<int32_t>(b, true),
                          data_of<int32_t>(c, true));
   }
@@ -489,7 +481,6 @@ std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Ten
     check_backward(call->grad_accumulate);
     const Tensor of_q = torch::stable::contiguous(a), of_k = torch::stable::contiguous(b),
                  of_v = torch::stable::contiguous(c);
-    call.check_modifiers(gradient.call.problem);
     call->grad_accumulate(call.context, gradient.call, static_cast<const int32_t*>(of_q.const_data_ptr()),
                           static_cast<const int32_t*>(of_k.const_data_ptr()),
                           static_cast<const int32_t*>(of_v.const_data_ptr()), data_of<int64_t>(dq, need_q),
@@ -538,7 +529,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& q,
   if (dq.numel() + dk.numel() + dv.numel() > 0) {
     Call call(q.device(), kernels);
     check_backward(call->backward);
-    call.check_modifiers(gradient.call.problem);
     call->backward(call.context, gradient.call, gradient_view(dq, need_q, dtype), gradient_view(dk, need_k, dtype),
                    gradient_view(dv, need_v, dtype));
   }

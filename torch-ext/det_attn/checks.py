@@ -247,6 +247,11 @@ def modifiers(
     _offset(kv_offset, "kv_offset")
     if q_offset is not None:
         _offset(q_offset, "q_offset")
+    plain = attn_bias is None and alibi_slopes is None and key_ranges is None and window == EVERYWHERE
+    if plain and kv_offset == 0 and type(softcap) is float and softcap == 0.0 and dropout_rows is dropout_keys is None:
+        if type(dropout_p) is float and dropout_p == 0.0 and type(dropout_seed) is type(dropout_head) is int:
+            if dropout_seed == 0 and dropout_head == 0:  # most calls, whose checks should cost little
+                return (kv_len - q_shape[2] if q_offset is None else q_offset) if causal else 0, NO_MODIFIERS
     left, right = _window(window)
     softcap = _softcap(softcap)
     dropout_p = dropout_probability(dropout_p)
