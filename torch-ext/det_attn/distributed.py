@@ -335,7 +335,8 @@ class _Gather(_Method):
         if self.team.size == 1:  # the fused call
             *call, path = _op_arguments(q, keys, **pair)
             how = (*call[:6], True, True, True, *call[6:], path)
-            return [_disordered(x, order) for x in ops.backward.default(dO, q, keys, values, *state, *how)]
+            dq, *found = ops.backward.default(dO, q, keys, values, *state, *how)
+            return (dq, *(_disordered(x, order) for x in found))
         a, *of_keys = grad_reference(q, keys, values, dO, *state, **pair)
         b, c = map(self.team.maximum_, of_keys)
         dq, *sums = grad_accumulate(q, keys, values, dO, *state, a, b, c, **pair)
