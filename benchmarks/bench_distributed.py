@@ -38,10 +38,10 @@ class Bench:
             print(line, flush=True)
         self.lines.append(line)
 
-    def seconds(self, call, repeats):
-        """Median over `repeats` of the slowest rank's time."""
+    def seconds(self, call, repeats, warm=False):
+        """Median over `repeats` of the slowest rank's time; a call that is not warm runs once before."""
         found = []
-        for i in range(repeats + 1):  # the first one warms up
+        for _ in range(repeats + (not warm)):
             dist.barrier()
             if self.cuda:
                 torch.cuda.synchronize()
@@ -52,7 +52,7 @@ class Bench:
             took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=self.args.device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             found.append(took.item())
-        return statistics.median(found[1:])
+        return statistics.median(found[-repeats:])
 
     @contextlib.contextmanager
     def no_wire(self):
@@ -108,16 +108,16 @@ class Bench:
 
         name = f"{precision}, {'zigzag causal' if causal else 'not causal'}, forward{' + backward' * backward}"
         expected = [x[:, :, rows] for x in one()]
-        alone = self.seconds(one, a.repeats)
+        alone = self.seconds(one, a.repeats, warm=True)
         self.say(f"| {name} | one | {alone * 1e3:.1f} | 1 | |")
         for method in a.methods.split(","):
             for found, wanted in zip(many(method), expected):
                 assert torch.equal(found.view(torch.int16), wanted.contiguous().view(torch.int16)), (name, method)
-            took = self.seconds(lambda: many(method), a.repeats)
+            took = self.seconds(lambda: many(method), a.repeats, warm=True)
             note = ""
             if method == "ring":
                 with self.no_wire():
-                    still = self.seconds(lambda: many(method), a.repeats)
+                    still = self.seconds(lambda: many(method), a.repeats, warm=True)
                 wire = self.seconds(lambda: self.wire(own, backward), a.repeats)
                 hidden = 1 - max(0.0, took - still) / wire if wire > 0 else 1.0
                 note = f"no wire {still * 1e3:.1f}, wire {wire * 1e3:.1f}, hidden {hidden:.0%}"
