@@ -1,10 +1,10 @@
-"""Context parallelism over N GPUs against one GPU for the same total sequence, all in one run, on every rank it is given.
+"""Context parallelism over N GPUs against one GPU for the same total sequence, in one run, on all ranks it is given.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_distributed.py --output FILE
 
 "one" is the fused call for the whole sequence on one GPU. Every method's bytes are compared with it before a time is
-taken. A time is the median over calls of the slowest rank's, between barriers. "no wire" is the same call with copies on
-the device in place of messages, "wire" the messages of the ring without the computation; hidden is the share of the
+taken. A time is the median over calls of the slowest rank's, between barriers. "no wire" is the same call with copies
+on the device in place of messages, "wire" the messages of the ring without the computation; hidden is the share of the
 wire's time that the whole does not show. The pieces (one rank's queries against one rank's keys) give the model of
 larger worlds: what a rank computes and what it waits for. --device cpu with --length 256 only tries this script out.
 """
@@ -169,7 +169,7 @@ class Bench:
         megabytes = 2 * self.args.heads * self.args.head_dim * self.args.length * 2 / 1e6
         self.say(f"\n{precision}: S x S pieces in ms: " + ", ".join(f"{k} {x * 1e3:.2f}" for k, x in t.items())
                  + f"; a hop of K and V is {megabytes:.0f} MB, {megabytes / 1e3 / t['hop']:.0f} GB/s")
-        self.say("\n| ranks | ring, forward, s | of one rank's time | gather, s | of one rank's time | wire of a step, of its time |")
+        self.say("\n| ranks | ring, forward, s | of one rank's time | gather, s | of one rank's time | wire of a step |")
         self.say("|---|---|---|---|---|---|")
         chunks = 4
         for n in MODELLED:

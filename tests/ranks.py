@@ -108,8 +108,10 @@ def die(me, size):
     os._exit(1)
 
 
-def refused(me, size, q, k, v, **how):
+def refused(me, size, q, k, v, grid=None, **how):
     """A call with these shapes and dtypes; `how` may be what no rank should say."""
+    if grid:
+        how.update(group=me.meshes[grid]["context"], heads_group=me.meshes[grid]["heads"])
     tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=me.device) for shape, dtype in (q, k, v)]
     me.kernel.det_attn_context_parallel(*tensors, **{"group": me.groups[size], **how})
 

@@ -6,11 +6,14 @@ with gloo on the CPU, and one for each GPU with NCCL.
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 
 import pytest
 import ranks
 import torch
-from conftest import assert_same_bits
+from conftest import ROOT, assert_same_bits
 from generators import integers
 from helpers import one_nan
 from hypothesis import HealthCheck, given, settings
@@ -151,7 +154,8 @@ def test_wild_inputs(team, kernel, method, family):
 def test_chunks_of_queries_change_nothing(team, kernel, method):
     size = team.sizes[-1] if team.count < 3 else 3
     for chunk_bytes in (1, 50_000):
-        same(team, kernel, size, INPUTS, "uneven", method, seed=3, causal=True, distributed={"chunk_bytes": chunk_bytes})
+        how = {"chunk_bytes": chunk_bytes}
+        same(team, kernel, size, INPUTS, "uneven", method, seed=3, causal=True, distributed=how)
 
 
 @pytest.mark.parametrize("causal,q_offset", [(False, None), (True, None), (True, 0), (True, -7), (True, 40)])
@@ -312,7 +316,7 @@ def test_64_shards_in_random_order(kernel, device, causal):
 @pytest.mark.parametrize("family", ["normal", "sharp", "saturating", "special"])
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_the_last_shard_raises_the_row_maximum_itself(kernel, device, family, precision):
-    """accumulate_last against rowmax, maximum and accumulate: the same three tensors, whatever the other shards held."""
+    """accumulate_last against rowmax, maximum and accumulate: the same three tensors, whatever other shards held."""
     q, k, v, _ = ranks.whole(dict(INPUTS, family=family, Sq=70, Skv=300, D=32), device)
     for cut in (0, 1, 120, 299, 300):
         for causal in (False, True):
@@ -329,14 +333,14 @@ def test_the_last_shard_raises_the_row_maximum_itself(kernel, device, family, pr
 
 # ---- Refusals: the same moment on every rank ------------------------------------------------------------------------
 
-SHAPES = dict(q=((1, 2, 5, 8), "float32"), k=((1, 2, 5, 8), "float32"), v=((1, 2, 5, 8), "float32"))
+SHAPES = dict.fromkeys("qkv", ((1, 2, 5, 8), "float32"))
 
 
 @pytest.mark.parametrize(
     "one,text",
     [
-        (dict(q=((1, 2, 5, 8), "float16"), k=((1, 2, 5, 8), "float16"), v=((1, 2, 5, 8), "float16")), "dtype of q: got"),
-        (dict(q=((1, 2, 5, 4), "float32"), k=((1, 2, 5, 4), "float32"), v=((1, 2, 5, 4), "float32")), "shape of q"),
+        (dict.fromkeys("qkv", ((1, 2, 5, 8), "float16")), "dtype of q: got"),
+        (dict.fromkeys("qkv", ((1, 2, 5, 4), "float32")), "shape of q"),
         (dict(k=((1, 1, 5, 8), "float32"), v=((1, 1, 5, 8), "float32")), "heads of k: got"),
         (dict(causal=True), "causal: got"),
         (dict(scale=2.0), "scale: got"),
@@ -390,6 +394,17 @@ def test_a_rank_that_refuses_tells_the_others(team, one, kind, text):
     assert team.results(size, "refused", **SHAPES) == [None] * size
 
 
+def test_a_rank_that_refuses_tells_both_its_groups(team):
+    """With split heads every rank of the grid learns of it, also those that share no group with it."""
+    grid = (max(1, team.count // 2), min(2, team.count))
+    last = team.count - 1
+    cases = [{**SHAPES, "grid": grid, **({"causal": 3} if rank == last else {})} for rank in range(team.count)]
+    for rank, answer in enumerate(team.run(team.count, "refused", cases)):
+        assert answer.kind == ("TypeError" if rank == last else "ValueError"), answer.trace
+        assert rank == last or f"rank {last} of the group refused its arguments: TypeError: causal" in answer.text
+    assert team.results(team.count, "refused", **SHAPES, grid=grid) == [None] * team.count
+
+
 def test_groups_that_are_none(kernel, tmp_path):
     x = torch.zeros(1, 1, 3, 4)
     with pytest.raises(RuntimeError, match="torch.distributed has no process group"):
@@ -438,3 +453,20 @@ def test_a_rank_that_dies_is_an_error_and_no_hang(tmp_path, method):
             assert answer.kind in ("RuntimeError", "DistBackendError", "DistNetworkError"), answer.trace
     finally:
         team.close()
+
+
+# ---- The examples ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example,sizes", [("context_parallel.py --length 100", (1, 3)), ("train_world_size.py", (2, 4))])
+def test_the_examples_print_the_same_for_every_number_of_ranks(tmp_path, example, sizes):
+    script, *options = example.split()
+    for size in sizes:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        command = [*launch, f"{ROOT}/examples/{script}", *options, f"--check={tmp_path}/first"]
+        command += ["--steps=2"] * script.startswith("train")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("the first run's" in done.stdout) == (size != sizes[0]), done.stdout
