@@ -13,6 +13,7 @@ import sys
 import pytest
 import ranks
 import torch
+import torch.distributed.tensor
 from conftest import ROOT, assert_same_bits
 from generators import integers
 from helpers import one_nan
@@ -417,6 +418,9 @@ def test_groups_that_are_none(kernel, tmp_path):
         with pytest.raises(ValueError, match="group: got a mesh of 2 dimensions"):
             kernel.det_attn_context_parallel(x, x, x, mesh)
         assert torch.equal(kernel.det_attn_context_parallel(x, x, x, mesh["a"]), x)
+        whole = torch.distributed.tensor.DTensor.from_local(x, mesh["a"])
+        with pytest.raises(TypeError, match="k: got a DTensor"):
+            kernel.det_attn_context_parallel(x, whole, x, mesh["a"])
     finally:
         torch.distributed.destroy_process_group()
 

@@ -147,6 +147,9 @@ class _Call(NamedTuple):
 
 def _checked(call: _Call, q: Tensor, k: Tensor, v: Tensor, teams: Sequence[Team]) -> Tuple[dict, List[int]]:
     """What all ranks must have alike, by name, and this rank's own lengths and least and largest positions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name}: got a DTensor, must be own rows as an ordinary tensor: {name}.to_local()")
     q_shape, k_shape = checks.queries_keys(q, k)
     checks.values(v, k)
     for team in teams:
