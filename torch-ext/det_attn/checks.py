@@ -493,7 +493,7 @@ def layout(x, q_len, kv_len, device):
             raise TypeError(f"layout: got positions of dtype {positions.dtype}, must be int64")
         if positions.shape != (length,):
             raise ValueError(
-                f"layout: got positions of shape {tuple(positions.shape)}, must be one for each row of {rows}, ({length},)"
+                f"layout: got positions of shape {tuple(positions.shape)}, must be one a row of {rows}, ({length},)"
             )
         _same_device(positions, device, "layout", "q")
     return pair
