@@ -41,11 +41,6 @@ def paths(kernel, device):
     return tuple(p for p in ALL_PATHS[device] if p == "auto" or path_is_there(kernel, device, p))
 
 
-def paths_of(kernel, device, modifiers):
-    """Those that take the call's modifiers; test_modifiers.py tests that the others refuse them."""
-    return tuple(p for p in paths(kernel, device) if not modifiers or p in ("auto", "reference"))
-
-
 @contextlib.contextmanager
 def threads(count):
     """torch's number of CPU threads within the block."""

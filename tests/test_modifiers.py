@@ -19,7 +19,6 @@ from helpers import (
     make,
     oracle_boundaries,
     paths,
-    paths_of,
     tensor,
 )
 
@@ -96,7 +95,7 @@ def check(kernel, device, inputs, how):
     expected = oracle_boundaries(Q, K, V, **how)
     q, k, v, do = (x.to(device) for x in inputs)
     on_device = to(device, how)
-    for path in paths_of(kernel, device, how):
+    for path in paths(kernel, device):
         assert_same_boundaries(kernel_boundaries(kernel, q, k, v, path=path, **on_device), expected)
     if not has_backward(kernel, device):
         return
@@ -522,15 +521,48 @@ def test_a_learned_bias_is_refused_by_the_op_too(kernel):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_tensor_core_paths_take_them_or_say_so(kernel, case):
-    inputs = [x.cuda() for x in with_gradient("normal", **SIZES)[:3]]
-    how = to("cuda", CASES[case])
-    expected = kernel.det_attn(*inputs, path="reference", **how)
-    for path in paths(kernel, "cuda"):
-        try:
-            found = kernel.det_attn(*inputs, path=path, **how)
-        except RuntimeError as error:
-            assert path in ("mma", "wgmma") and "not implemented" in str(error)
-        else:
-            assert_same_bits(found, expected, path)
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("block", range(6))
+def test_tiles_on_cuda_under_modifiers(kernel, block, precision):
+    """Rows and keys over many tiles, some without a key: every path against the CPU."""
+    for seed in range(10 * block, 10 * block + 10):
+        pick = iter(generators.integers(seed, 9200, (40,), 0, 2**31).tolist())
+
+        def choose(*values):
+            return values[next(pick) % len(values)]
+
+        B, heads = choose((1, (4, 2)), (2, (2, 2)), (1, (3, 1)))
+        Sq, Skv, D = choose(1, 3, 40, 129, 256, 300), choose(64, 200, 777, 1500), choose(16, 64, 72, 128, 200)
+        dtype, family = choose("float32", "bfloat16", "float16"), choose(*generators.FAMILIES)
+        inputs = make(family, B=B, heads=heads, Sq=Sq, Skv=Skv, D=D, dtype=dtype, seed=seed)
+        how = dict(causal=choose(False, True), precision=precision, q_offset=choose(None, 0, 5, Skv // 2))
+        if choose(0, 1):
+            how["window"] = (choose(-1, 0, 30, 200), choose(-1, 0, 7, 130))
+        if choose(0, 1):
+            begin = integers(seed, (B, Sq, 1), -3, Skv)
+            how["key_ranges"] = torch.cat([begin, begin + integers(seed + 1, (B, Sq, 1), -5, Skv)], 2).int()
+        if choose(0, 0, 1):
+            how["softcap"] = 3.0
+        if choose(0, 0, 1):
+            how["alibi_slopes"] = 2.0 ** -torch.arange(1, heads[0] + 1, dtype=torch.float32)
+        if choose(0, 0, 1):
+            bias = holes(real(seed, B, 1, Sq, Skv), seed)
+            how["attn_bias"] = choose(bias, bias.bfloat16(), bias > -1)
+        dropout = dict(dropout_p=0.3, dropout_seed=seed) if choose(0, 0, 1) else {}
+        lo = next(pick) % (Skv + 1)
+        part = (lo, lo + next(pick) % (Skv - lo + 1))
+
+        def boundaries(q, k, v, device, path):
+            call, drop = to(device, how), dict(path=path, **dropout)
+            out, state = kernel.det_attn(q, k, v, return_state=True, **call, **drop)
+            causal = call.pop("causal")
+            maxima = kernel.rowmax(q, k, causal, None, *part, path=path, **call)
+            sums = kernel.accumulate(q, k, v, state.rowmax, causal, None, *part, **call, **drop)
+            return (out, state.rowmax, state.den, maxima, *sums)
+
+        expected = boundaries(*inputs, "cpu", "auto")
+        on_device = [x.cuda() for x in inputs]
+        for path in paths(kernel, "cuda"):
+            found = boundaries(*on_device, "cuda", path)
+            for name, x, y in zip(("out", "rowmax", "DEN", "rowmax of a part", "NUM", "DEN of a part"), found, expected):
+                assert_same_bits(x, y, f"seed {seed}, {Sq} {Skv} {D} {heads} {dtype} {sorted(how)} {path}: {name}")
