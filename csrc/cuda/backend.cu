@@ -46,12 +46,29 @@ void forward(const Context& ctx, const Problem& problem, const MutableView& out,
   cuda::tensor_core::forward(ctx, engine_of(path), problem, out, rowmax, den);
 }
 
+void grad_reference(const Context& ctx, const Gradient& call, int32_t* a, int32_t* b, int32_t* c) {
+  if (choose_path(ctx) == Path::kReference) return cuda::reference::grad_reference(ctx, call, a, b, c);
+  cuda::tensor_core::grad_reference(ctx, call, a, b, c);
+}
+
+void grad_accumulate(const Context& ctx, const Gradient& call, const int32_t* a, const int32_t* b, const int32_t* c,
+                     int64_t* dq, int64_t* dk, int64_t* dv) {
+  if (choose_path(ctx) == Path::kReference)
+    return cuda::reference::grad_accumulate(ctx, call, a, b, c, dq, dk, dv);
+  cuda::tensor_core::grad_accumulate(ctx, call, a, b, c, dq, dk, dv);
+}
+
+void backward(const Context& ctx, const Gradient& call, const MutableView& dq, const MutableView& dk,
+              const MutableView& dv) {
+  if (choose_path(ctx) == Path::kReference) return cuda::reference::backward(ctx, call, dq, dk, dv);
+  cuda::tensor_core::backward(ctx, call, dq, dk, dv);
+}
+
 }  // namespace
 
 const Backend& cuda_backend() {
-  // The backward stages are not in CUDA builds yet; api.cpp says so.
-  static const Backend backend{cuda::rows, rowmax,  accumulate, cuda::finalize, forward,
-                               nullptr,    nullptr, nullptr,    nullptr};
+  static const Backend backend{cuda::rows,     rowmax,          accumulate,          cuda::finalize, forward,
+                               grad_reference, grad_accumulate, cuda::grad_finalize, backward};
   return backend;
 }
 

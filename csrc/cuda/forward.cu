@@ -39,6 +39,8 @@ int processors(const Context& ctx) {
   return count;
 }
 
+}  // namespace
+
 Shape shape_of(const Problem& p, Engine engine) {
   Shape s;
   s.heads = p.batch * p.kv_heads;
@@ -55,6 +57,8 @@ Shape shape_of(const Problem& p, Engine engine) {
   s.planes = (p.precision.operand_bits + 7) / 8;
   return s;
 }
+
+namespace {
 
 // Workspace for what the kernels derive from the inputs, filled; `values` or without those.
 Prepared prepare(const Context& ctx, const Problem& problem, const Shape& s, bool values) {
