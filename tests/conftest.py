@@ -41,10 +41,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter):
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no CUDA device" in str(r.longrepr)]
-    missing = [r for r in terminalreporter.stats.get("skipped", []) if "not in this build" in str(r.longrepr)]
-    if missing:
-        line = f"NO BACKWARD ON CUDA IN THIS BUILD: {len(missing)} tests did not run"
-        terminalreporter.write_sep("=", line, yellow=True, bold=True)
     if skipped:
         terminalreporter.write_sep("=", f"NO CUDA DEVICE: {len(skipped)} tests did not run", yellow=True, bold=True)
 

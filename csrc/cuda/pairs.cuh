@@ -40,7 +40,7 @@ static __device__ __noinline__ void careful_distances(const Dots dots, int eq0, 
 }
 
 // p of a block of 16 rows and 32 keys. rows: the block's; keys: exponents of the 32; key_base: the first of them.
-template <int PLANES, bool WIDE, class Acc>
+template <int PLANES, class Acc>
 __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWarp& warp, const RowState* rows,
                                                     const int2* keys, int key_base, int lane, float (&p)[4][4]) {
   constexpr int kWeightBits = PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int ek = keys[n * 8 + (lane % 4) * 2 + (i & 1)].x;
-        const int32_t s = (half_score<PLANES, WIDE>(acc, n, i, shift[i >> 1] - ek) + 1) >> 1;
+        const int32_t s = (half_score<PLANES, false>(acc, n, i, shift[i >> 1] - ek) + 1) >> 1;
         distance[n][i] = clamp_distance(m[i >> 1] - s);
       }
   } else {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, n, i);
+      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, false>(acc, n, i);
     uint32_t found[16];
     careful_distances(dots, own[0]->query_exponent, own[1]->query_exponent, keys, m[0], m[1], lane, found);
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
 // ---- section 8: dP to ds ----
 
 // ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large enough.
-template <int PLANES, bool WIDE, class Acc>
+template <int PLANES, class Acc>
 __device__ __forceinline__ void block_terms(const Acc& acc, const RowState* rows, const int2* keys, int lane,
                                             const float (&p)[4][4], float (&ds)[4][4]) {
 #pragma unroll
@@ -115,7 +115,7 @@ __device__ __forceinline__ void block_terms(const Acc& acc, const RowState* rows
       const int ev = keys[n * 8 + (lane % 4) * 2 + (i & 1)].y;
       // dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
       const double unit = pow2(row.grad_exponent + ev - 2 * (kHighest.operand_bits - 1));
-      const float gradient = score_gradient_of(__ll2float_rn(dot_of<PLANES, WIDE>(acc, n, i)), unit);
+      const float gradient = score_gradient_of(__ll2float_rn(dot_of<PLANES, false>(acc, n, i)), unit);
       ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], gradient, row.delta);
     }
 }

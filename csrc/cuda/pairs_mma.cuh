@@ -20,11 +20,31 @@ struct PairsTile {
   static constexpr int kThreads = kWarpsM * kWarpsN * kWarpSize;
   static constexpr int kRowBytes = PLANES * ROWS, kKeyBytes = PLANES * KEYS;  // of one side, times dims_pad
   static constexpr int kStageBytes = kKeyBytes + (RESIDENT ? 0 : kRowBytes);
+  static constexpr int kPlaneBytes = STAGES * kStageBytes + (RESIDENT ? 2 * kRowBytes : 0);  // times dims_pad
   // `wide`: beside the planes, p waits in shared memory for the second product, whose accumulators leave no room.
   static int shared_bytes(int dims_pad, bool wide) {
-    return (STAGES * kStageBytes + (RESIDENT ? 2 * kRowBytes : 0)) * dims_pad + (wide ? ROWS * KEYS * 4 : 0);
+    return kPlaneBytes * dims_pad + (wide ? ROWS * KEYS * 4 : 0);
   }
 };
+
+// Wide rows keep the two lowest digit positions apart; see Groups. Once they are summed, what lies above 2^16 goes to mid
+// and both fit one group, so that from here on they are as narrow ones: fewer registers beside everything else.
+template <int GROUPS>
+__device__ __forceinline__ void join_lowest(int32_t (&acc)[GROUPS][2][4][4]) {
+  if constexpr (GROUPS == 4) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t lowest = static_cast<uint32_t>(acc[kGroupLowest][m][n][i]);
+          const uint32_t above = static_cast<uint32_t>(acc[kGroupLo][m][n][i]) + (lowest >> 8);
+          acc[kGroupMid][m][n][i] += static_cast<int32_t>(above >> 8);
+          acc[kGroupLo][m][n][i] = static_cast<int32_t>(above << 8 & 0xff00u | lowest & 0xffu);
+        }
+  }
+}
 
 template <class Tile, bool WIDE>
 __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_constant__ PairsArgs args) {
@@ -96,6 +116,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
                                     : stage + Tile::kKeyBytes * s.dims_pad);
     f.b = b_lane + stage;
     if (work.row + warp_m * kPairBlock < s.rows) dot_tile<kPlanes, WIDE>(acc, f, s.dims_pad / 32);
+    join_lowest(acc);
     if (kStages == 1) {
       __syncthreads();
       load_step(step + 1);
@@ -111,20 +132,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
     const int key_base = work.begin + t * kKeys + warp_n * kPairBlock;
     const int2* keys = key_exponents[t & 1] + warp_n * kPairBlock;
     float p[2][4][4];
-    float4* const waiting = reinterpret_cast<float4*>(shared + (resident - stages) + 2 * Tile::kRowBytes * s.dims_pad *
-                                                                                        Tile::kResident) + threadIdx.x;
+    float4* const waiting = reinterpret_cast<float4*>(shared + Tile::kPlaneBytes * s.dims_pad) + threadIdx.x;
     {
       int32_t acc[kGroups][2][4][4] = {};
       multiply(2 * t, acc);
       if (t == 0) warp_rows = pair_warp(rows, lane);
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-        block_probabilities<kPlanes, WIDE>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows,
-                                           rows + 16 * m, keys, key_base, lane, p[m]);
-    }
-    if constexpr (WIDE) {
+      for (int m = 0; m < 2; ++m) {
+        block_probabilities<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows + 16 * m,
+                                     keys, key_base, lane, p[m]);
+        if constexpr (WIDE) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) waiting[i * Tile::kThreads] = make_float4(p[i / 4][i % 4][0], p[i / 4][i % 4][1], p[i / 4][i % 4][2], p[i / 4][i % 4][3]);
+          for (int n = 0; n < 4; ++n)
+            waiting[(4 * m + n) * Tile::kThreads] = make_float4(p[m][n][0], p[m][n][1], p[m][n][2], p[m][n][3]);
+        }
+      }
     }
     int32_t acc[kGroups][2][4][4] = {};
     multiply(2 * t + 1, acc);
@@ -140,8 +162,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
         }
       }
       float ds[4][4];
-      block_terms<kPlanes, WIDE>([&](int g, int n, int i) { return acc[g][m][n][i]; }, rows + 16 * m, keys, lane, p[m],
-                                 ds);
+      block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, rows + 16 * m, keys, lane, p[m], ds);
       if (args.references.a != nullptr) maxima.add(rows + 16 * m, keys, lane, p[m], ds, row_max[m]);
       if (args.pairs.p != nullptr) {
         keep_block(args.pairs.p + block, m, lane, p[m]);
