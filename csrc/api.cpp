@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -77,9 +78,75 @@ void check_shape(const Tensor& x, const char* name, ScalarType dtype, const std:
   STD_TORCH_CHECK(same, name, ": its shape does not match the other arguments");
 }
 
-// Everything rowmax, accumulate and forward share. v is null for rowmax.
+// Section 10: what stands between a score and its row maximum, and the ends of each query's keys.
+void set_scores(Problem& p, const Device& device, int64_t diagonal, bool causal, DET_SCORE_PARAMETERS) {
+  STD_TORCH_CHECK(window_left >= -1 && window_right >= -1, "window: got ", window_left, ", ", window_right,
+                  ", allowed is -1 for no limit, or 0 and up");
+  const bool places = window_left >= 0 || window_right >= 0 || alibi_slopes.has_value();
+  STD_TORCH_CHECK(!places || (-Mask::kFarthest <= diagonal && diagonal <= Mask::kFarthest), "diagonal: got ", diagonal,
+                  ", allowed with a window or ALiBi is -2^60 to 2^60");
+  const auto reach = [](int64_t size) { return size < 0 || size > Mask::kUnlimited ? Mask::kUnlimited : size; };
+  Mask& mask = p.mask;
+  mask.diagonal = std::max(-Mask::kFarthest, std::min(Mask::kFarthest, diagonal));  // causal: the same beyond these ends
+  mask.left = reach(window_left);
+  mask.right = causal ? 0 : reach(window_right);
+  if (key_ranges) {
+    STD_TORCH_CHECK(key_ranges->dim() == 3 && (key_ranges->size(2) == 2 || key_ranges->size(2) == 3),
+                    "key_ranges: must be [B or 1, Sq, 2 or 3]");
+    STD_TORCH_CHECK(key_ranges->size(0) == p.batch || key_ranges->size(0) == 1, "key_ranges: its batch must be q's or 1");
+    check_shape(*key_ranges, "key_ranges", ScalarType::Int, {key_ranges->size(0), p.q_len, key_ranges->size(2)});
+    check_device(*key_ranges, device, "key_ranges");
+    STD_TORCH_CHECK(key_ranges->is_contiguous(), "key_ranges: must be contiguous");
+    mask.range_columns = static_cast<int>(key_ranges->size(2));
+    mask.ranges = static_cast<const int32_t*>(key_ranges->const_data_ptr());
+    mask.ranges_batch = key_ranges->size(0) == 1 ? 0 : p.q_len * mask.range_columns;
+  }
+
+  Modifiers& m = p.modifiers;
+  STD_TORCH_CHECK(is_finite(softcap) && softcap >= 0.0, "softcap: got ", softcap, ", must be finite and not negative");
+  m.softcap = softcap;
+  if (alibi_slopes) {
+    const bool batched = alibi_slopes->dim() == 2;
+    check_shape(*alibi_slopes, "alibi_slopes", ScalarType::Float,
+                batched ? std::vector<int64_t>{p.batch, p.q_heads} : std::vector<int64_t>{p.q_heads});
+    check_device(*alibi_slopes, device, "alibi_slopes");
+    m.slopes = static_cast<const float*>(alibi_slopes->const_data_ptr());
+    m.slopes_batch = batched ? alibi_slopes->stride(0) : 0;
+    m.slopes_head = alibi_slopes->stride(batched ? 1 : 0);
+  }
+  if (bias) {
+    check_shape(*bias, "bias", bias->scalar_type(), {p.batch, p.q_heads, p.q_len, p.kv_len});
+    check_device(*bias, device, "bias");
+    const bool boolean = bias->scalar_type() == ScalarType::Bool;
+    m.bias = Bias{bias->const_data_ptr(), bias->stride(0), bias->stride(1), bias->stride(2), bias->stride(3),
+                  boolean ? DType::kFloat32 : parse_dtype(bias->scalar_type(), "bias"), boolean};
+  }
+}
+
+// Section 11.
+void set_dropout(Problem& p, const Device& device, DET_DROPOUT_PARAMETERS) {
+  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p: got ", dropout_p, ", allowed is 0 to 1");
+  const auto ids = [&](const std::optional<Tensor>& x, const char* name, const std::vector<int64_t>& shape) {
+    if (!x) return static_cast<const int64_t*>(nullptr);
+    check_shape(*x, name, ScalarType::Long, shape);
+    check_device(*x, device, name);
+    STD_TORCH_CHECK(x->is_contiguous(), name, ": must be contiguous");
+    return static_cast<const int64_t*>(x->const_data_ptr());
+  };
+  Dropout& d = p.modifiers.dropout;
+  d.rows = ids(dropout_rows, "dropout_rows", {p.batch, p.q_len});
+  d.keys = ids(dropout_keys, "dropout_keys", {p.kv_len});
+  d.on = dropout_p > 0.0;
+  d.seed[0] = static_cast<uint32_t>(static_cast<uint64_t>(dropout_seed));
+  d.seed[1] = static_cast<uint32_t>(static_cast<uint64_t>(dropout_seed) >> 32);
+  d.threshold = dropout_threshold(dropout_p);
+  d.rescale = dropout_rescale(dropout_p);
+  d.first_query = dropout_query, d.first_key = dropout_key, d.first_head = dropout_head;
+}
+
+// Everything rowmax, accumulate and forward share but dropout. v is null for rowmax.
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor* v, bool causal, double scale,
-                   const std::string& precision, int64_t diagonal, int64_t kv_lo, int64_t kv_hi) {
+                   const std::string& precision, int64_t diagonal, int64_t kv_lo, int64_t kv_hi, DET_SCORE_PARAMETERS) {
   Problem p{};
   p.q = view_of(q, "q");
   p.k = view_of(k, "k");
@@ -99,10 +166,8 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor* v, bool causa
   STD_TORCH_CHECK(0 <= kv_lo && kv_lo <= kv_hi && kv_hi <= p.kv_len, "kv_lo, kv_hi: got ", kv_lo, ", ", kv_hi,
                   ", must be 0 <= kv_lo <= kv_hi <= ", p.kv_len);
   check_scale(scale);
-  // Beyond these ends the diagonal changes nothing, and inside them query + diagonal cannot overflow.
-  if (diagonal > p.kv_len) diagonal = p.kv_len;
-  if (diagonal < -p.q_len) diagonal = -p.q_len;
-  p.mask = Mask{kv_lo, kv_hi, causal, causal ? diagonal : 0};
+  p.mask.kv_lo = kv_lo, p.mask.kv_hi = kv_hi;
+  set_scores(p, q.device(), diagonal, causal, DET_SCORE_ARGUMENTS);
   p.scale = scale;
   p.precision = parse_precision(precision);
   return p;
@@ -139,6 +204,10 @@ class Call {
   Call& operator=(const Call&) = delete;
 
   const Backend* operator->() const { return backend_; }
+
+  void check_modifiers(const Problem& p) const {
+    STD_TORCH_CHECK(!(device_.is_cpu() && p.modifiers.any()), "det-attn: this modifier is not implemented on the CPU yet");
+  }
 
   Context context;
 
@@ -188,12 +257,14 @@ std::tuple<Tensor, Tensor> rows(const Tensor& x, const std::string& kind, double
 }
 
 Tensor rowmax(const Tensor& q, const Tensor& k, bool causal, double scale, const std::string& precision,
-              int64_t diagonal, int64_t kv_lo, int64_t kv_hi, const std::string& path) {
-  const Problem problem = problem_of(q, k, nullptr, causal, scale, precision, diagonal, kv_lo, kv_hi);
+              int64_t diagonal, int64_t kv_lo, int64_t kv_hi, DET_SCORE_PARAMETERS, const std::string& path) {
+  const Problem problem =
+      problem_of(q, k, nullptr, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
   const Path kernels = parse_path(path);
   Tensor out = allocate({problem.batch, problem.q_heads, problem.q_len}, ScalarType::Double, q.device());
   if (out.numel() > 0) {
     Call call(q.device(), kernels);
+    call.check_modifiers(problem);
     call->rowmax(call.context, problem, static_cast<double*>(out.mutable_data_ptr()));
   }
   return out;
@@ -201,8 +272,9 @@ Tensor rowmax(const Tensor& q, const Tensor& k, bool causal, double scale, const
 
 std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rowmax,
                                       bool causal, double scale, const std::string& precision, int64_t diagonal,
-                                      int64_t kv_lo, int64_t kv_hi, const std::string& path) {
-  const Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi);
+                                      int64_t kv_lo, int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path) {
+  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
+  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
   const Path kernels = parse_path(path);
   const std::vector<int64_t> rows_shape{problem.batch, problem.q_heads, problem.q_len};
   check_shape(rowmax, "rowmax", ScalarType::Double, rows_shape);
@@ -213,13 +285,17 @@ std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Te
   if (den.numel() > 0) {
     Call call(q.device(), kernels);
     const Tensor maxima = torch::stable::contiguous(rowmax);
+    call.check_modifiers(problem);
     call->accumulate(call.context, problem, static_cast<const double*>(maxima.const_data_ptr()),
                      static_cast<int64_t*>(num.mutable_data_ptr()), static_cast<int64_t*>(den.mutable_data_ptr()));
   }
   return {num, den};
 }
 
-Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precision, ScalarType out_dtype) {
+Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precision, ScalarType out_dtype,
+                double dropout_p) {
+  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p: got ", dropout_p, ", allowed is 0 to 1");
+  const double rescale = dropout_rescale(dropout_p);
   const DType dtype = parse_dtype(out_dtype, "out_dtype");
   const Precision bits = parse_precision(precision);
   STD_TORCH_CHECK(num.dim() >= 2 && num.size(num.dim() - 1) == kDigits, "num: must be [..., head_dim, ", kDigits, "]");
@@ -237,7 +313,7 @@ Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precisi
     const Tensor digits = torch::stable::contiguous(num);
     const Tensor weights = torch::stable::contiguous(den);
     call->finalize(call.context, static_cast<const int64_t*>(digits.const_data_ptr()),
-                   static_cast<const int64_t*>(weights.const_data_ptr()), den.numel(), head_dim, bits,
+                   static_cast<const int64_t*>(weights.const_data_ptr()), den.numel(), head_dim, bits, rescale,
                    out.mutable_data_ptr(), dtype);
   }
   return out;
@@ -245,9 +321,10 @@ Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precisi
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                            double scale, const std::string& precision, int64_t diagonal,
-                                           int64_t kv_lo, int64_t kv_hi, ScalarType out_dtype,
+                                           int64_t kv_lo, int64_t kv_hi, ScalarType out_dtype, DET_MODIFIER_PARAMETERS,
                                            const std::string& path) {
-  const Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi);
+  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
+  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
   const Path kernels = parse_path(path);
   const DType dtype = parse_dtype(out_dtype, "out_dtype");
   const std::vector<int64_t> rows_shape{problem.batch, problem.q_heads, problem.q_len};
@@ -257,6 +334,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, con
   if (den.numel() > 0) {
     Call call(q.device(), kernels);
     const MutableView view{out.mutable_data_ptr(), out.stride(0), out.stride(1), out.stride(2), dtype};
+    call.check_modifiers(problem);
     call->forward(call.context, problem, view, static_cast<double*>(maxima.mutable_data_ptr()),
                   static_cast<int64_t*>(den.mutable_data_ptr()));
   }
@@ -272,10 +350,11 @@ class GradientCall {
  public:
   GradientCall(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                const Tensor& rowmax, const Tensor& den, bool causal, double scale, const std::string& precision,
-               int64_t diagonal, int64_t kv_lo, int64_t kv_hi)
+               int64_t diagonal, int64_t kv_lo, int64_t kv_hi, DET_MODIFIER_PARAMETERS)
       : grad_(dense(grad)), out_(dense(out)), rowmax_(torch::stable::contiguous(rowmax)),
         den_(torch::stable::contiguous(den)) {
-    const Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi);
+    Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
+    set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
     const std::vector<int64_t> shape{problem.batch, problem.q_heads, problem.q_len, problem.head_dim};
     const std::vector<int64_t> rows_shape(shape.begin(), shape.end() - 1);
     check_shape(grad, "grad", grad.scalar_type(), shape);
@@ -333,8 +412,9 @@ std::tuple<Tensor, Tensor, Tensor> grad_reference(const Tensor& grad, const Tens
                                                   const Tensor& out, const Tensor& rowmax, const Tensor& den,
                                                   bool causal, double scale, const std::string& precision,
                                                   int64_t diagonal, int64_t kv_lo, int64_t kv_hi,
-                                                  const std::string& path) {
-  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi);
+                                                  DET_MODIFIER_PARAMETERS, const std::string& path) {
+  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi,
+                              DET_MODIFIER_ARGUMENTS);
   const Problem& problem = gradient.call.problem;
   const Path kernels = parse_path(path);
   const std::vector<int64_t> keys_shape{problem.batch, problem.kv_heads, problem.kv_len};
@@ -343,6 +423,7 @@ std::tuple<Tensor, Tensor, Tensor> grad_reference(const Tensor& grad, const Tens
   Tensor c = allocate(keys_shape, ScalarType::Int, q.device());
   if (a.numel() + b.numel() > 0) {
     Call call(q.device(), kernels);
+    call.check_modifiers(gradient.call.problem);
     call->grad_reference(call.context, gradient.call, data_of<int32_t>(a, true), data_of<int32_t>(b, true),
                          data_of<int32_t>(c, true));
   }
@@ -354,8 +435,10 @@ std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Ten
                                                    const Tensor& den, const Tensor& a, const Tensor& b, const Tensor& c,
                                                    bool causal, double scale, const std::string& precision,
                                                    int64_t diagonal, int64_t kv_lo, int64_t kv_hi, bool need_q,
-                                                   bool need_k, bool need_v, const std::string& path) {
-  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi);
+                                                   bool need_k, bool need_v, DET_MODIFIER_PARAMETERS,
+                                                   const std::string& path) {
+  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi,
+                              DET_MODIFIER_ARGUMENTS);
   const Problem& problem = gradient.call.problem;
   const Path kernels = parse_path(path);
   const std::vector<int64_t> keys_shape{problem.batch, problem.kv_heads, problem.kv_len};
@@ -370,6 +453,7 @@ std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Ten
     Call call(q.device(), kernels);
     const Tensor of_q = torch::stable::contiguous(a), of_k = torch::stable::contiguous(b),
                  of_v = torch::stable::contiguous(c);
+    call.check_modifiers(gradient.call.problem);
     call->grad_accumulate(call.context, gradient.call, static_cast<const int32_t*>(of_q.const_data_ptr()),
                           static_cast<const int32_t*>(of_k.const_data_ptr()),
                           static_cast<const int32_t*>(of_v.const_data_ptr()), data_of<int64_t>(dq, need_q),
@@ -408,13 +492,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& q,
                                             const Tensor& out, const Tensor& rowmax, const Tensor& den, bool causal,
                                             double scale, const std::string& precision, int64_t diagonal, int64_t kv_lo,
                                             int64_t kv_hi, bool need_q, bool need_k, bool need_v,
-                                            const std::string& path) {
-  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi);
+                                            DET_MODIFIER_PARAMETERS, const std::string& path) {
+  const GradientCall gradient(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi,
+                              DET_MODIFIER_ARGUMENTS);
   const Path kernels = parse_path(path);
   const DType dtype = gradient.call.problem.q.dtype;
   Tensor dq = allocate_gradient(q, need_q), dk = allocate_gradient(k, need_k), dv = allocate_gradient(v, need_v);
   if (dq.numel() + dk.numel() + dv.numel() > 0) {
     Call call(q.device(), kernels);
+    call.check_modifiers(gradient.call.problem);
     call->backward(call.context, gradient.call, gradient_view(dq, need_q, dtype), gradient_view(dk, need_k, dtype),
                    gradient_view(dv, need_v, dtype));
   }

@@ -1,4 +1,4 @@
-// The contract's scalar rules (docs/contract.md sections 1-4, 6 and 8), for host and device.
+// The contract's scalar rules (docs/contract.md sections 1-4, 6, 8, 10 and 11), for host and device.
 // In: numbers of one row, one pair or one output. Out: the integers and bytes the contract names.
 // Every implementation includes this file; nobody repeats a rule.
 #pragma once
@@ -84,7 +84,7 @@ DET_HD double pow2(int n) { return double_of(static_cast<uint64_t>(n + 1023) << 
 
 DET_HD bool is_finite(double x) { return (bits_of(x) & 0x7ff0000000000000ull) != 0x7ff0000000000000ull; }
 
-// One float32 fma, one float32 multiply, one float64 multiply: spelled so that no compiler may fuse or split them.
+// Single float32 and float64 operations, spelled so that no compiler may fuse or split them.
 DET_HD float fma_f32(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
@@ -111,6 +111,20 @@ DET_HD double add_f64(double a, double b) {
   return __dadd_rn(a, b);
 #else
   return a + b;
+#endif
+}
+DET_HD double div_f64(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __ddiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+DET_HD double fma_f64(double a, double b, double c) {
+#if defined(__CUDA_ARCH__)
+  return __fma_rn(a, b, c);
+#else
+  return __builtin_fma(a, b, c);
 #endif
 }
 
@@ -230,8 +244,8 @@ DET_HD int64_t special_count(int32_t v) {
 
 constexpr uint32_t kQuietNan = 0x7fc00000u;
 
-// num: f64(NUM) in true units. den: DEN in units of 2^-T. special: digit 11.
-DET_HD float output_of(double num, int64_t den, int64_t special, int weight_bits) {
+// num: f64(NUM) in true units. den: DEN in units of 2^-T. special: digit 11. rescale: r of section 11.
+DET_HD float output_of(double num, int64_t den, int64_t special, int weight_bits, double rescale = 1.0) {
   if (special != 0) {
     const bool nan = special >= kCountNan;
     const bool neg = (special & (kCountNan - 1)) >= kCountNegInf;
@@ -240,12 +254,8 @@ DET_HD float output_of(double num, int64_t den, int64_t special, int weight_bits
     return float_of(neg ? 0xff800000u : 0x7f800000u);
   }
   if (den == 0 || num == 0.0) return 0.0f;
-#if defined(__CUDA_ARCH__)
-  const double d = __dmul_rn(__ll2double_rn(den), pow2(-weight_bits));
-  return __double2float_rn(__ddiv_rn(num, d));
-#else
-  return static_cast<float>(num / (static_cast<double>(den) * pow2(-weight_bits)));
-#endif
+  const double quotient = div_f64(num, mul_f64(static_cast<double>(den), pow2(-weight_bits)));
+  return static_cast<float>(mul_f64(quotient, rescale));
 }
 
 // ---- Section 8: gradients --------------------------------------------------------------------------------------
@@ -321,5 +331,91 @@ DET_HD float gradient_of(double sum, int32_t reference, double scale, int operan
   const int n = reference_from_public(reference) - kGradientBits - (operand_bits - 1);
   return static_cast<float>(mul_f64(scale, scale_pow2(sum, n)));
 }
+
+// ---- Section 10: score modifiers -------------------------------------------------------------------------------
+// Scores are integers held in float64, |S| <= 2^52, so that host, device and vector code share the rules.
+
+// What stands in place of a pair's S: as M they are already neutral and decisive under a maximum.
+constexpr int64_t kScoreMasked = kRowmaxEmpty;       // the pair is not attended
+constexpr int64_t kScorePoisoned = kRowmaxPoisoned;  // attended, and row i is NaN
+
+// Nearest integer, ties to even, for |x| <= 2^52: adding 2^52 with x's sign leaves no fraction bits.
+DET_HD double rne_wide(double x) {
+  const double magic = x < 0.0 ? -4503599627370496.0 : 4503599627370496.0;
+  return add_f64(add_f64(x, magic), -magic);
+}
+DET_HD double clamp_score(double x) {
+  const double limit = static_cast<double>(kScoreLimit);
+  x = x < limit ? x : limit;
+  return x > -limit ? x : -limit;
+}
+// The score of x in true units: x * 2^24 saturated, then rounded. x is not NaN.
+DET_HD double score_from(double x) { return rne_wide(clamp_score(mul_f64(x, pow2(kScoreFractionBits)))); }
+
+// S + b for scores S and b; the sum is exact before it saturates.
+DET_HD double add_score(double s, double b) { return clamp_score(add_f64(s, b)); }
+
+// tanh(x) for x >= 0, infinity included: with E = exp(-2x), (1 - E) / (1 + E) by E - 1, which keeps small x accurate.
+DET_HD double tanh_of(double x) {
+  constexpr double kRoundToInteger = 6755399441055744.0;             // 1.5 * 2^52
+  double z = mul_f64(x, double_of(0x40071547652b82feull));            // 2 log2(e)
+  z = z < 64.0 ? z : 64.0;                                            // tanh rounds to 1 long before
+  const double shifted = add_f64(z, kRoundToInteger);
+  const double f = add_f64(z, -add_f64(shifted, -kRoundToInteger));   // exact, -1/2 <= f <= 1/2
+  double p = double_of(0xbdfe9d3fe3952179ull);                        // 2^-f - 1 = f p
+  p = fma_f64(f, p, double_of(0x3e3e6063f7217bc6ull));
+  p = fma_f64(f, p, double_of(0xbe7b524fae627834ull));
+  p = fma_f64(f, p, double_of(0x3eb62bfd47773353ull));
+  p = fma_f64(f, p, double_of(0xbeeffcbfc670dcd4ull));
+  p = fma_f64(f, p, double_of(0x3f2430913096fd9full));
+  p = fma_f64(f, p, double_of(0xbf55d87fe78a5276ull));
+  p = fma_f64(f, p, double_of(0x3f83b2ab6fba1ddaull));
+  p = fma_f64(f, p, double_of(0xbfac6b08d704a0c2ull));
+  p = fma_f64(f, p, double_of(0x3fcebfbdff82c598ull));
+  p = fma_f64(f, p, double_of(0xbfe62e42fefa39efull));
+  const double power = double_of((1023 - (bits_of(shifted) - bits_of(kRoundToInteger))) << 52);  // 2^(f - z)
+  const double e = fma_f64(power, mul_f64(f, p), add_f64(power, -1.0));                          // E - 1
+  return div_f64(-e, add_f64(2.0, e));
+}
+
+// S after the softcap c > 0. Odd, since it works on |S|.
+DET_HD double softcap_of(double s, double c) {
+  const double size = s < 0.0 ? -s : s;
+  const double capped = score_from(mul_f64(c, tanh_of(div_f64(mul_f64(size, pow2(-kScoreFractionBits)), c))));
+  return s < 0.0 ? -capped : capped;
+}
+
+// The derivative of the softcap where it gave the score s: 1 - t^2, never below 0.
+DET_HD float softcap_slope(double s, double c) {
+  const double t = div_f64(mul_f64(s, pow2(-kScoreFractionBits)), c);
+  const double d = fma_f64(-t, t, 1.0);
+  return d > 0.0 ? static_cast<float>(d) : 0.0f;
+}
+
+// What ALiBi adds at a distance >= 0 from the query's own place. slope is finite.
+DET_HD double alibi_of(double slope, double distance) { return score_from(-mul_f64(slope, distance)); }
+
+// ---- Section 11: dropout ---------------------------------------------------------------------------------------
+
+// Philox4x32 with ten rounds (Salmon, Moraes, Dror, Shaw 2011): x is the counter, then the four random words.
+DET_HD void philox4x32(uint32_t (&x)[4], uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = static_cast<uint64_t>(x[0]) * 0xd2511f53u, b = static_cast<uint64_t>(x[2]) * 0xcd9e8d57u;
+    x[0] = static_cast<uint32_t>(b >> 32) ^ x[1] ^ key0;
+    x[1] = static_cast<uint32_t>(b);
+    x[2] = static_cast<uint32_t>(a >> 32) ^ x[3] ^ key1;
+    x[3] = static_cast<uint32_t>(a);
+    key0 += 0x9e3779b9u;
+    key1 += 0xbb67ae85u;
+  }
+}
+
+// A weight is kept when its random word is at least this: 2^32, for p = 1, keeps none.
+DET_HD uint64_t dropout_threshold(double p) { return static_cast<uint64_t>(mul_f64(p, 4294967296.0)); }
+// r: what the kept ones are multiplied by.
+DET_HD float dropout_rescale(double p) { return p < 1.0 ? static_cast<float>(div_f64(1.0, add_f64(1.0, -p))) : 0.0f; }
+
+// p~ and dP~: the factor is r for a kept pair, 0 for a dropped one, whose dP may be infinite.
+DET_HD float dropped(float x, float factor) { return factor == 0.0f ? 0.0f : mul_f32(x, factor); }
 
 }  // namespace det_attn

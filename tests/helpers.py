@@ -14,6 +14,10 @@ import generators
 import oracle
 from conftest import assert_same_bits
 
+# The ops' arguments of the modifiers, where there are none: of the scores, and all.
+NO_SCORES = (None, None, None, 0.0, -1, -1)
+NO_MODIFIERS = (*NO_SCORES, 0.0, 0, 0, 0, 0, None, None)
+
 ALL_PATHS = {"cpu": ("auto",), "cuda": ("auto", "reference", "mma", "wgmma")}
 
 
@@ -44,6 +48,17 @@ def threads(count):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def every_modifier(Q, K):
+    """The ops' arguments with every modifier on: a broadcast bias with masked pairs, and tensors wherever there may be."""
+    device, (batch, heads, q_len, _), kv_len = Q.device, Q.shape, K.shape[2]
+    bias = torch.zeros(1, 1, 1, kv_len, device=device, dtype=torch.bfloat16).expand(batch, heads, q_len, kv_len)
+    slopes = torch.full((heads,), 0.25, device=device)
+    ranges = torch.tensor([1, kv_len], device=device, dtype=torch.int32).expand(1, q_len, 2).contiguous()
+    rows = torch.arange(q_len, device=device).expand(batch, q_len).contiguous()
+    scores = (bias, slopes, ranges, 30.0, 4, 3)
+    return (*scores, 0.5, -3, 1, 2, 3, rows, torch.arange(kv_len, device=device) * 7)
 
 
 def tensor(x):

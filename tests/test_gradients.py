@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import generators
 import oracle
 from conftest import assert_same_bits
-from helpers import make, tensor
+from helpers import NO_MODIFIERS, every_modifier, make, tensor
 
 VECTORS = pathlib.Path(__file__).parent / "vectors"
 INDEX = json.loads((VECTORS / "index.json").read_text())
@@ -542,7 +542,7 @@ def test_the_state_has_no_gradient(kernel, device):
 def test_a_narrow_output_of_the_raw_op_is_refused(kernel, device):
     Q, K, V, _ = make_all("normal", device, seed=20, heads=(2, 1), Sq=10, Skv=12, D=8)
     Q.requires_grad_()
-    out, _, _ = kernel.ops.forward(Q, K, V, False, 1.0, "high", 0, 0, 12, torch.bfloat16, "auto")
+    out, _, _ = kernel.ops.forward(Q, K, V, False, 1.0, "high", 0, 0, 12, torch.bfloat16, *NO_MODIFIERS, "auto")
     with pytest.raises(NotImplementedError, match="out_dtype: got torch.bfloat16"):
         out.sum().backward()
 
@@ -584,22 +584,24 @@ GRADIENT_OPS = ("grad_reference", "grad_accumulate", "grad_finalize", "backward"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GRADIENT_OPS)
-def test_opcheck(kernel, device, name):
+@pytest.mark.parametrize("modified", [False, True])
+def test_opcheck(kernel, device, name, modified):
     for dtype in ("float32", "bfloat16"):
         Q, K, V, dO = make_all("normal", device, seed=23, heads=(4, 2), Sq=6, Skv=9, D=8, dtype=dtype)
         Q = Q.transpose(1, 2).contiguous().transpose(1, 2)
         call = (True, 0.25, "highest", 3, 1, 8)
-        out, rowmax, den = kernel.ops.forward(Q, K, V, *call, torch.float32, "auto")
+        last = (*(every_modifier(Q, K) if modified else NO_MODIFIERS), "auto")
+        out, rowmax, den = kernel.ops.forward(Q, K, V, *call, torch.float32, *last)
         given = (dO, Q, K, V, out, rowmax, den)
-        references = kernel.ops.grad_reference(*given, *call, "auto")
-        sums = kernel.ops.grad_accumulate(*given, *references, *call, True, True, True, "auto")
+        references = kernel.ops.grad_reference(*given, *call, *last)
+        sums = kernel.ops.grad_accumulate(*given, *references, *call, True, True, True, *last)
         leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
         arguments = {
-            "grad_reference": [(*given, *call, "auto")],
-            "grad_accumulate": [(*given, *references, *call, *need, "auto") for need in NEED],
+            "grad_reference": [(*given, *call, *last)],
+            "grad_accumulate": [(*given, *references, *call, *need, *last) for need in NEED],
             "grad_finalize": [(sums[0], references[0], 0.25, "highest", Q.dtype)],
-            "backward": [(*given, *call, *need, "auto") for need in NEED],
-            "forward": [(*leaves, *call, torch.float32, "auto")],
+            "backward": [(*given, *call, *need, *last) for need in NEED],
+            "forward": [(*leaves, *call, torch.float32, *last)],
         }
         for these in arguments[name]:
             torch.library.opcheck(getattr(kernel.ops, name).default, these)

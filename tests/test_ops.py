@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from conftest import assert_same_bits
+from helpers import NO_MODIFIERS, every_modifier
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -42,25 +43,31 @@ def assert_same_results(found, expected):
 
 # ---- Schemas --------------------------------------------------------------------------------------------------------
 
+SCORES = "Tensor? bias, Tensor? alibi_slopes, Tensor? key_ranges, float softcap, SymInt window_left, SymInt window_right, "
+MODIFIERS = (
+    f"{SCORES}float dropout_p, SymInt dropout_seed, SymInt dropout_query, SymInt dropout_key, SymInt dropout_head, "
+    "Tensor? dropout_rows, Tensor? dropout_keys, "
+)
 SCHEMAS = {
     "rows": "(Tensor x, str kind, float scale, str precision) -> (Tensor integers, Tensor exponents)",
     "rowmax": "(Tensor q, Tensor k, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, "
-    "SymInt kv_hi, str path) -> Tensor",
+    f"SymInt kv_hi, {SCORES}str path) -> Tensor",
     "accumulate": "(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
-    "SymInt diagonal, SymInt kv_lo, SymInt kv_hi, str path) -> (Tensor num, Tensor den)",
-    "finalize": "(Tensor num, Tensor den, str precision, ScalarType out_dtype) -> Tensor",
+    f"SymInt diagonal, SymInt kv_lo, SymInt kv_hi, {MODIFIERS}str path) -> (Tensor num, Tensor den)",
+    "finalize": "(Tensor num, Tensor den, str precision, ScalarType out_dtype, float dropout_p) -> Tensor",
     "forward": "(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, "
-    "SymInt kv_lo, SymInt kv_hi, ScalarType out_dtype, str path) -> (Tensor out, Tensor rowmax, Tensor den)",
+    f"SymInt kv_lo, SymInt kv_hi, ScalarType out_dtype, {MODIFIERS}str path) -> "
+    "(Tensor out, Tensor rowmax, Tensor den)",
 }
 GRADIENT_INPUTS = "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, "
 GRADIENT_CALL = "bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, "
 GRADIENT_NEED = "bool need_q, bool need_k, bool need_v, "
 GRADIENT_SCHEMAS = {
-    "grad_reference": f"{GRADIENT_INPUTS}{GRADIENT_CALL}str path) -> (Tensor a, Tensor b, Tensor c)",
-    "grad_accumulate": f"{GRADIENT_INPUTS}Tensor a, Tensor b, Tensor c, {GRADIENT_CALL}{GRADIENT_NEED}str path) -> "
-    "(Tensor dq, Tensor dk, Tensor dv)",
+    "grad_reference": f"{GRADIENT_INPUTS}{GRADIENT_CALL}{MODIFIERS}str path) -> (Tensor a, Tensor b, Tensor c)",
+    "grad_accumulate": f"{GRADIENT_INPUTS}Tensor a, Tensor b, Tensor c, {GRADIENT_CALL}{GRADIENT_NEED}{MODIFIERS}"
+    "str path) -> (Tensor dq, Tensor dk, Tensor dv)",
     "grad_finalize": "(Tensor sums, Tensor reference, float scale, str precision, ScalarType out_dtype) -> Tensor",
-    "backward": f"{GRADIENT_INPUTS}{GRADIENT_CALL}{GRADIENT_NEED}str path) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward": f"{GRADIENT_INPUTS}{GRADIENT_CALL}{GRADIENT_NEED}{MODIFIERS}str path) -> (Tensor dq, Tensor dk, Tensor dv)",
 }  # their opcheck is in test_gradients.py
 
 
@@ -86,13 +93,14 @@ def op_arguments(kernel, device):
             yield "rows", (V, "value", 1.0, precision)
         for q in (Q, inside):
             mask = (True, 0.25, "highest", 2, 1, 6)
-            yield "rowmax", (q, K, *mask, "auto")
-            yield "accumulate", (q, K, V, M, *mask, "auto")
-            yield "forward", (q, K, V, *mask, torch.float32, "auto")
-            yield "forward", (q, K, V, *mask, dtype, "reference")
-        yield "finalize", (NUM, DEN, "highest", dtype)
-        yield "finalize", (NUM[0, 0], DEN[0, 0], "high", torch.float32)
-        yield "finalize", (NUM.transpose(0, 1), DEN.transpose(0, 1), "high", torch.float32)
+            for modifiers in (NO_MODIFIERS, every_modifier(q, K)):
+                yield "rowmax", (q, K, *mask, *modifiers[:6], "auto")
+                yield "accumulate", (q, K, V, M, *mask, *modifiers, "auto")
+                yield "forward", (q, K, V, *mask, torch.float32, *modifiers, "auto")
+                yield "forward", (q, K, V, *mask, dtype, *modifiers, "reference")
+        yield "finalize", (NUM, DEN, "highest", dtype, 0.0)
+        yield "finalize", (NUM[0, 0], DEN[0, 0], "high", torch.float32, 0.5)
+        yield "finalize", (NUM.transpose(0, 1), DEN.transpose(0, 1), "high", torch.float32, 0.0)
 
 
 @pytest.mark.slow

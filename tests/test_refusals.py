@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import assert_same_bits
+from helpers import NO_MODIFIERS, NO_SCORES
 
 I64 = torch.int64
 
@@ -320,26 +321,26 @@ RAW = [
     ("rows", (Q, "key", math.nan, "high"), "scale"),
     ("rows", (Q, "key", 1.0, "low"), "precision: got 'low'"),
     ("rows", (Q.double(), "key", 1.0, "high"), "x: got dtype Double"),
-    ("rowmax", (Q, zeros(2, 3, 7, 8), False, 1.0, "high", 0, 0, 7, "auto"), "multiple"),
-    ("rowmax", (Q, zeros(2, 0, 7, 8), False, 1.0, "high", 0, 0, 7, "auto"), "multiple"),
-    ("rowmax", (Q, zeros(1, 2, 7, 8), False, 1.0, "high", 0, 0, 7, "auto"), "batch"),
-    ("rowmax", (Q, zeros(2, 2, 7, 4), False, 1.0, "high", 0, 0, 7, "auto"), "head_dim"),
-    ("rowmax", (zeros(2, 4, 5, 300), zeros(2, 2, 7, 300), False, 1.0, "high", 0, 0, 7, "auto"), "head_dim 300"),
-    ("rowmax", (Q, K.half(), False, 1.0, "high", 0, 0, 7, "auto"), "dtype"),
-    ("rowmax", (Q, K, False, 1.0, "high", 0, -1, 7, "auto"), "kv_lo"),
-    ("rowmax", (Q, K, False, 1.0, "high", 0, 0, 8, "auto"), "kv_hi"),
-    ("rowmax", (Q, K, False, 1.0, "high", 0, 5, 4, "auto"), "kv_lo"),
-    ("rowmax", (Q, K, False, 1.0, "high", 0, 0, 7, "fast"), "path: got 'fast'"),
-    ("accumulate", (Q, K, zeros(2, 2, 6, 8), M, False, 1.0, "high", 0, 0, 7, "auto"), "v: its shape"),
-    ("accumulate", (Q, K, V, M[:1], False, 1.0, "high", 0, 0, 7, "auto"), "rowmax: its shape"),
-    ("accumulate", (Q, K, V, M.float(), False, 1.0, "high", 0, 0, 7, "auto"), "rowmax: got dtype"),
-    ("finalize", (NUM[..., :11], DEN, "high", F32), "num"),
-    ("finalize", (NUM, DEN[:1], "high", F32), "den: its shape"),
-    ("finalize", (NUM, DEN, "high", torch.float64), "out_dtype"),
-    ("finalize", (NUM.float(), DEN, "high", F32), "num: got dtype"),
-    ("forward", (Q, K, V[:, :1], False, 1.0, "high", 0, 0, 7, F32, "auto"), "v: its shape"),
-    ("forward", (Q, K, V, False, math.inf, "high", 0, 0, 7, F32, "auto"), "scale"),
-    ("forward", (Q, K, V, False, 1.0, "high", 0, 0, 7, torch.int8, "auto"), "out_dtype"),
+    ("rowmax", (Q, zeros(2, 3, 7, 8), False, 1.0, "high", 0, 0, 7, *NO_SCORES, "auto"), "multiple"),
+    ("rowmax", (Q, zeros(2, 0, 7, 8), False, 1.0, "high", 0, 0, 7, *NO_SCORES, "auto"), "multiple"),
+    ("rowmax", (Q, zeros(1, 2, 7, 8), False, 1.0, "high", 0, 0, 7, *NO_SCORES, "auto"), "batch"),
+    ("rowmax", (Q, zeros(2, 2, 7, 4), False, 1.0, "high", 0, 0, 7, *NO_SCORES, "auto"), "head_dim"),
+    ("rowmax", (zeros(2, 4, 5, 300), K, False, 1.0, "high", 0, 0, 7, *NO_SCORES, "auto"), "head_dim 300"),
+    ("rowmax", (Q, K.half(), False, 1.0, "high", 0, 0, 7, *NO_SCORES, "auto"), "dtype"),
+    ("rowmax", (Q, K, False, 1.0, "high", 0, -1, 7, *NO_SCORES, "auto"), "kv_lo"),
+    ("rowmax", (Q, K, False, 1.0, "high", 0, 0, 8, *NO_SCORES, "auto"), "kv_hi"),
+    ("rowmax", (Q, K, False, 1.0, "high", 0, 5, 4, *NO_SCORES, "auto"), "kv_lo"),
+    ("rowmax", (Q, K, False, 1.0, "high", 0, 0, 7, *NO_SCORES, "fast"), "path: got 'fast'"),
+    ("accumulate", (Q, K, zeros(2, 2, 6, 8), M, False, 1.0, "high", 0, 0, 7, *NO_MODIFIERS, "auto"), "v: its shape"),
+    ("accumulate", (Q, K, V, M[:1], False, 1.0, "high", 0, 0, 7, *NO_MODIFIERS, "auto"), "rowmax: its shape"),
+    ("accumulate", (Q, K, V, M.float(), False, 1.0, "high", 0, 0, 7, *NO_MODIFIERS, "auto"), "rowmax: got dtype"),
+    ("finalize", (NUM[..., :11], DEN, "high", F32, 0.0), "num"),
+    ("finalize", (NUM, DEN[:1], "high", F32, 0.0), "den: its shape"),
+    ("finalize", (NUM, DEN, "high", torch.float64, 0.0), "out_dtype"),
+    ("finalize", (NUM.float(), DEN, "high", F32, 0.0), "num: got dtype"),
+    ("forward", (Q, K, V[:, :1], False, 1.0, "high", 0, 0, 7, F32, *NO_MODIFIERS, "auto"), "v: its shape"),
+    ("forward", (Q, K, V, False, math.inf, "high", 0, 0, 7, F32, *NO_MODIFIERS, "auto"), "scale"),
+    ("forward", (Q, K, V, False, 1.0, "high", 0, 0, 7, torch.int8, *NO_MODIFIERS, "auto"), "out_dtype"),
 ]
 
 
@@ -351,7 +352,7 @@ def test_ops_keep_memory_safe_on_their_own(kernel, op, arguments, message):
 
 @pytest.mark.parametrize("diagonal", [2**63 - 1, -(2**63)])
 def test_extreme_diagonals_do_not_overflow(kernel, diagonal):
-    found = kernel.ops.rowmax(Q, K, True, 1.0, "high", diagonal, 0, 7, "auto")
+    found = kernel.ops.rowmax(Q, K, True, 1.0, "high", diagonal, 0, 7, *NO_SCORES, "auto")
     assert torch.equal(found, torch.full_like(found, 0.0 if diagonal > 0 else -math.inf))
 
 

@@ -5,32 +5,40 @@
 #include "registration.h"
 #include "torch_binding.h"
 
+// What every stage takes of the score modifiers; DET_MODIFIER_PARAMETERS in csrc/api.h.
+#define SCORE_MODIFIERS \
+  "Tensor? bias, Tensor? alibi_slopes, Tensor? key_ranges, float softcap, SymInt window_left, SymInt window_right, "
+#define MODIFIERS                                                                                                   \
+  SCORE_MODIFIERS                                                                                                   \
+  "float dropout_p, SymInt dropout_seed, SymInt dropout_query, SymInt dropout_key, SymInt dropout_head, "           \
+  "Tensor? dropout_rows, Tensor? dropout_keys, "
+
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("rows(Tensor x, str kind, float scale, str precision) -> (Tensor integers, Tensor exponents)");
   ops.def(
       "rowmax(Tensor q, Tensor k, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, "
-      "SymInt kv_hi, str path) -> Tensor");
+      "SymInt kv_hi, " SCORE_MODIFIERS "str path) -> Tensor");
   ops.def(
       "accumulate(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
-      "SymInt diagonal, SymInt kv_lo, SymInt kv_hi, str path) -> (Tensor num, Tensor den)");
-  ops.def("finalize(Tensor num, Tensor den, str precision, ScalarType out_dtype) -> Tensor");
+      "SymInt diagonal, SymInt kv_lo, SymInt kv_hi, " MODIFIERS "str path) -> (Tensor num, Tensor den)");
+  ops.def("finalize(Tensor num, Tensor den, str precision, ScalarType out_dtype, float dropout_p) -> Tensor");
   ops.def(
       "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, "
-      "SymInt kv_hi, ScalarType out_dtype, str path) -> (Tensor out, Tensor rowmax, Tensor den)");
+      "SymInt kv_hi, ScalarType out_dtype, " MODIFIERS "str path) -> (Tensor out, Tensor rowmax, Tensor den)");
   ops.def(
       "grad_reference(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, bool causal, "
-      "float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, str path) -> "
+      "float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, " MODIFIERS "str path) -> "
       "(Tensor a, Tensor b, Tensor c)");
   ops.def(
       "grad_accumulate(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, Tensor a, "
       "Tensor b, Tensor c, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, "
-      "bool need_q, bool need_k, bool need_v, str path) -> (Tensor dq, Tensor dk, Tensor dv)");
+      "bool need_q, bool need_k, bool need_v, " MODIFIERS "str path) -> (Tensor dq, Tensor dk, Tensor dv)");
   ops.def(
       "grad_finalize(Tensor sums, Tensor reference, float scale, str precision, ScalarType out_dtype) -> Tensor");
   ops.def(
       "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, bool causal, "
       "float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, bool need_q, bool need_k, bool need_v, "
-      "str path) -> (Tensor dq, Tensor dk, Tensor dv)");
+      MODIFIERS "str path) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 // The same functions serve both devices: each asks its tensors where it runs.

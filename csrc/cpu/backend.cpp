@@ -73,7 +73,9 @@ const Backend& cpu_backend() {
         cpu::accumulate(problem, rowmax, num, den);
       },
       [](const Context&, const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim, Precision precision,
-         void* out, DType out_dtype) { cpu::finalize(num, den, count, head_dim, precision, out, out_dtype); },
+         double rescale, void* out, DType out_dtype) {
+        cpu::finalize(num, den, count, head_dim, precision, rescale, out, out_dtype);
+      },
       [](const Context&, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
         cpu::forward(problem, out, rowmax, den);
       },

@@ -43,12 +43,18 @@ Layouts layouts_of(int wanted) {
 
 void note_ends(BackwardPack& pack) {
   const int64_t tiles = (pack.set_hi - pack.set_lo) * pack.q.tiles;
-  pack.first_end.resize(tiles);
-  pack.last_end.resize(tiles);
+  for (Buffer<int64_t>* x : {&pack.all_begin, &pack.all_end, &pack.any_begin, &pack.any_end}) x->resize(tiles);
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t* end = pack.query.end.data() + tile * kKeyTile;
-    pack.first_end[tile] = *std::min_element(end, end + kKeyTile);
-    pack.last_end[tile] = *std::max_element(end, end + kKeyTile);
+    int64_t &all_begin = pack.all_begin[tile] = 0, &all_end = pack.all_end[tile] = INT64_MAX;
+    int64_t &any_begin = pack.any_begin[tile] = INT64_MAX, &any_end = pack.any_end[tile] = 0;
+    for (int64_t i = tile * kKeyTile; i < (tile + 1) * kKeyTile; ++i) {
+      const int64_t begin = pack.query.begin[i], end = pack.query.end[i];
+      all_begin = std::max(all_begin, begin);
+      all_end = std::min(all_end, end);
+      if (end <= begin) continue;
+      any_begin = std::min(any_begin, begin);
+      any_end = std::max(any_end, end);
+    }
   }
 }
 
@@ -148,9 +154,9 @@ void mark_bad_pairs(const BackwardPack& pack, const PairWorker& pairs, const Row
   const int64_t query = (block.set - pack.set_lo) * pack.q.padded + block.first;
   const uint8_t* bad_key = pack.key.bad.data() + ((block.set - pack.set_lo) * pack.k.tiles + tile) * kKeyTile;
   for (int r = 0; r < block.rows; ++r) {
-    const int32_t attended = pairs.attended(block, r, tile);
-    if (attended > 0 && pack.query.dead[query + r]) a[r] = kInfinity;
-    for (int j = 0; j < attended; ++j) {
+    const PairWorker::Keys keys = pairs.attended(block, r, tile);
+    if (!keys.empty() && pack.query.dead[query + r]) a[r] = kInfinity;
+    for (int j = keys.first; j < keys.last; ++j) {
       if (!pack.query.bad[query + r] && !bad_key[j]) continue;
       a[r] = b[j] = c[j] = kInfinity;
     }

@@ -103,7 +103,7 @@ void QueryState::fill(const Gradient& call, const RowSet& where, int64_t set_lo,
   for (Buffer<double>* x : {&maximum, &inverse, &score_unit, &grad_unit, &key_term_unit, &value_term_unit}) {
     x->resize(count);
   }
-  delta.resize(count), end.resize(count), dead.resize(count), bad.resize(count);
+  delta.resize(count), begin.resize(count), end.resize(count), dead.resize(count), bad.resize(count);
   const Problem& problem = call.problem;
   const TileKernels& kernels = tile_kernels();
   const int bits = problem.precision.operand_bits;
@@ -112,7 +112,7 @@ void QueryState::fill(const Gradient& call, const RowSet& where, int64_t set_lo,
     for (int64_t id = first; id < last; ++id) {
       const int64_t set = set_lo + id / q.padded, row = id % q.padded;
       maximum[id] = std::numeric_limits<double>::infinity();
-      inverse[id] = 0.0, delta[id] = 0.0f, end[id] = 0, dead[id] = 0, bad[id] = 0;
+      inverse[id] = 0.0, delta[id] = 0.0f, begin[id] = end[id] = 0, dead[id] = 0, bad[id] = 0;
       score_unit[id] = unit(q.exponent(id) + kScoreFractionBits - 2 * (bits - 1));
       grad_unit[id] = unit(grad.exponent(id) - 2 * (bits - 1));
       key_term_unit[id] = pow2(q.exponent(id) - kQueryExponentBias);
@@ -123,7 +123,9 @@ void QueryState::fill(const Gradient& call, const RowSet& where, int64_t set_lo,
       kernels.load_row(call.grad.data, where.offset(call.grad, set, row), call.grad.dtype, q.depth, grads);
       kernels.load_row(call.out.data, where.offset(call.out, set, row), call.out.dtype, q.depth, outs);
       const int64_t m = rowmax_from_public(call.rowmax[number]);
-      end[id] = problem.mask.end(row % where.length) - problem.mask.kv_lo;
+      const Mask& mask = problem.mask;
+      begin[id] = mask.begin(set / where.sets_per_batch, row % where.length) - mask.kv_lo;
+      end[id] = mask.end(set / where.sets_per_batch, row % where.length) - mask.kv_lo;
       bad[id] = q.bad(id) || grad.bad(id);
       dead[id] = bad[id] || m == kRowmaxPoisoned || !all_finite(outs, q.depth);
       if (dead[id] || m == kRowmaxEmpty || call.den[number] <= 0) continue;

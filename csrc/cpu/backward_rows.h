@@ -78,7 +78,7 @@ struct QueryState {
   Buffer<double> grad_unit;   // 2^(eo - 2(b-1))
   Buffer<double> key_term_unit;    // 2^(eq - kQueryExponentBias)
   Buffer<double> value_term_unit;  // 2^eo
-  Buffer<int64_t> end;        // keys [0, end) of the call's are attended
+  Buffer<int64_t> begin, end;  // keys [begin, end) of the call's are attended
   Buffer<uint8_t> dead;       // its own gradient is NaN if it attends a key, and it gives nothing to others
   Buffer<uint8_t> bad;        // q or dO hold a NaN or an infinity: every key it attends gets NaN
 };

@@ -21,13 +21,13 @@ double round_digits(const int64_t* digits, int64_t stride, int lo, int hi) {
   return digits_round(all, 1);
 }
 
-void finalize(const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim, Precision precision, void* out,
-              DType out_dtype) {
+void finalize(const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim, Precision precision,
+              double rescale, void* out, DType out_dtype) {
   run_ranges(count, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * head_dim; i < end * head_dim; ++i) {
       const int64_t* digits = num + i * kDigits;
       const double sum = digits_round(digits, 1);
-      const float value = output_of(sum, den[i / head_dim], digits[kSpecialDigit], precision.weight_bits);
+      const float value = output_of(sum, den[i / head_dim], digits[kSpecialDigit], precision.weight_bits, rescale);
       store_element(out, i, out_dtype, value);
     }
   });

@@ -60,8 +60,11 @@ struct TileKernels {
   // s_j, a score with fraction bits and |s_j| <= 2^51, is rounded to the grid, ties up. n is a multiple of kPanel.
   void (*round_scores)(double* s, int n);
 
-  // Keys with key_index >= limit leave the row: s_j <- -inf.
-  void (*mask_scores)(double* s, const int32_t* key_index, int32_t limit, int n);
+  // Keys whose key_index is not in [first, last) leave the row: s_j <- -inf.
+  void (*mask_scores)(double* s, const int32_t* key_index, int32_t first, int32_t last, int n);
+
+  // The same where each column has its own interval: s_j <- -inf unless first_j <= row < last_j.
+  void (*mask_columns)(double* s, const int32_t* first, const int32_t* last, int32_t row, int n);
 
   double (*row_max)(const double* s, int n);
 

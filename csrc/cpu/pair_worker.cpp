@@ -8,6 +8,12 @@ namespace cpu {
 
 static_assert(kRowTile % kPanel == 0 && kKeyTile % kPanel == 0, "panels of keys must not straddle blocks or tiles");
 
+namespace {
+
+int32_t place_in(int64_t x, int64_t size) { return static_cast<int32_t>(std::max<int64_t>(0, std::min(size, x))); }
+
+}  // namespace
+
 PairWorker::PairWorker(const Problem& problem, const BackwardPack& pack, bool query_is_row)
     : problem_(problem),
       pack_(pack),
@@ -27,32 +33,32 @@ PairWorker::PairWorker(const Problem& problem, const BackwardPack& pack, bool qu
   ds_ = own_ds_.data();
 }
 
-int32_t PairWorker::attended(const RowBlock& block, int row, int64_t tile) const {
+PairWorker::Keys PairWorker::attended(const RowBlock& block, int row, int64_t tile) const {
   const int64_t id = (block.set - pack_.set_lo) * row_x_.padded + block.first + row;
-  const int64_t limit = pack_.query.end[id] - tile * kKeyTile;
-  return static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(kKeyTile, limit)));
+  return {place_in(pack_.query.begin[id] - tile * kKeyTile, kKeyTile),
+          place_in(pack_.query.end[id] - tile * kKeyTile, kKeyTile)};
 }
 
-// Sets the columns' marks and whether any pair needs the mask. False where no pair is attended.
+// Sets the columns' places and whether any pair needs the mask. False where no pair is attended.
 bool PairWorker::mask_columns(const RowBlock& block, int64_t tile) {
-  if (query_is_row_) {  // mark: the key's place in the tile; limit: how many keys the query attends there
-    int32_t most = 0, fewest = kKeyTile;
+  if (query_is_row_) {
+    bool any = false;
+    masked_ = false;
     for (int r = 0; r < block.rows; ++r) {
-      const int32_t keys = attended(block, r, tile);
-      most = std::max(most, keys);
-      fewest = std::min(fewest, keys);
+      const Keys keys = attended(block, r, tile);
+      any |= !keys.empty();
+      masked_ |= keys.first > 0 || keys.last < columns_;
     }
-    masked_ = fewest < columns_;
-    for (int j = 0; masked_ && j < columns_; ++j) column_mark_[j] = j;
-    return most > 0;
+    for (int j = 0; masked_ && j < columns_; ++j) place_[j] = j;
+    return any;
   }
-  // mark: minus the number of the block's keys that the query attends; limit: minus the key's place in the block
   const int64_t id = (block.set - pack_.set_lo) * column_x_.tiles + tile;
-  if (pack_.last_end[id] <= block.first) return false;
-  masked_ = pack_.first_end[id] < block.first + block.rows;
+  const int64_t end = block.first + block.rows;
+  if (pack_.any_end[id] <= block.first || pack_.any_begin[id] >= end) return false;
+  masked_ = pack_.all_end[id] < end || pack_.all_begin[id] > block.first;
   for (int j = 0; masked_ && j < columns_; ++j) {
-    const int64_t keys = pack_.query.end[id * kKeyTile + j] - block.first;
-    column_mark_[j] = -static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(block.rows, keys)));
+    place_[j] = place_in(pack_.query.begin[id * kKeyTile + j] - block.first, block.rows);
+    last_[j] = place_in(pack_.query.end[id * kKeyTile + j] - block.first, block.rows);
   }
   return true;
 }
@@ -114,7 +120,12 @@ bool PairWorker::compute(const RowBlock& block, int64_t tile) {
       exact_scores(row, column, s);
     }
     if (!row_y_.any_order_exact(row)) exact_products(row, column, dot);
-    if (masked_) kernels_.mask_scores(s, column_mark_, query_is_row_ ? attended(block, r, tile) : -r, columns_);
+    if (masked_ && query_is_row_) {
+      const Keys keys = attended(block, r, tile);
+      kernels_.mask_scores(s, place_, keys.first, keys.last, columns_);
+    } else if (masked_) {
+      kernels_.mask_columns(s, place_, last_, r, columns_);
+    }
 
     const int64_t query = query_is_row_ ? row : column, key = query_is_row_ ? column : row;
     const QueryState& q = pack_.query;

@@ -22,7 +22,9 @@ struct BackwardPack {
   QueryState query;
   KeyState key;
   mutable KeptPairs pairs;
-  Buffer<int64_t> first_end, last_end;  // per tile of queries: the fewest and the most keys that one of them attends
+  // Per tile of queries: keys before all_begin or from all_end on are not attended by every one, those before any_begin
+  // or from any_end on by none.
+  Buffer<int64_t> all_begin, all_end, any_begin, any_end;
 
   int64_t pair_offset(int64_t set, int64_t key_tile, int64_t query) const {
     return (((set - set_lo) * k.tiles + key_tile) * q.padded + query) * kKeyTile;
@@ -50,8 +52,12 @@ class PairWorker {
   const float* p(int row) const { return p_ + row * kKeyTile; }
   const float* ds(int row) const { return ds_ + row * kKeyTile; }
 
-  // Query rows: how many keys of the tile the row attends.
-  int32_t attended(const RowBlock& block, int row, int64_t tile) const;
+  // Query rows: the keys of the tile that the row attends.
+  struct Keys {
+    int32_t first, last;
+    bool empty() const { return last <= first; }
+  };
+  Keys attended(const RowBlock& block, int row, int64_t tile) const;
 
  private:
   bool begin(const RowBlock& block, int64_t tile);
@@ -67,7 +73,8 @@ class PairWorker {
   const Buffer<double> &row_unit_, &column_unit_;
   int columns_ = 0;
   bool masked_ = false;
-  int32_t column_mark_[kKeyTile];  // a pair is attended when the column's mark is below the row's limit
+  int32_t place_[kKeyTile];  // query rows: 0, 1, 2, ..; key rows: the first and last of the block's rows of each column
+  int32_t last_[kKeyTile];
 
   Buffer<double> s_, dot_;   // [kRowTile][kScoreStride]
   Buffer<float> own_p_, own_ds_;  // [kRowTile][kKeyTile]

@@ -148,8 +148,12 @@ void round_scores(double* s, int n) {
   }
 }
 
-void mask_scores(double* s, const int32_t* key_index, int32_t limit, int n) {
-  for (int j = 0; j < n; ++j) s[j] = key_index[j] < limit ? s[j] : -__builtin_inf();
+void mask_scores(double* s, const int32_t* key_index, int32_t first, int32_t last, int n) {
+  for (int j = 0; j < n; ++j) s[j] = key_index[j] >= first && key_index[j] < last ? s[j] : -__builtin_inf();
+}
+
+void mask_columns(double* s, const int32_t* first, const int32_t* last, int32_t row, int n) {
+  for (int j = 0; j < n; ++j) s[j] = row >= first[j] && row < last[j] ? s[j] : -__builtin_inf();
 }
 
 double row_max(const double* s, int n) {
@@ -331,8 +335,8 @@ void add_integers(const double* x, int64_t n, int64_t* sum) {
 }
 
 constexpr TileKernels kKernels = {DET_ISA_NAME, load_row,     max_abs,     quantise_row, transpose,   gemm,
-                                  round_scores, mask_scores,  row_max,     weights,      flush,       finish_row,
-                                  scale_row,    pair_terms,   magnitudes,  short_terms, turn_pairs,
+                                  round_scores, mask_scores,  mask_columns, row_max,     weights,     flush,
+                                  finish_row,   scale_row,    pair_terms,  magnitudes,   short_terms, turn_pairs,
                                   add_integers};
 
 }  // namespace

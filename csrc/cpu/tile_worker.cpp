@@ -49,7 +49,8 @@ void TileWorker::begin(const Unit& unit) {
     } else if (row.query.any_order_exact) {
       row.fast_exponent = fast_sum - row.query.exponent;
     }
-    row.end = problem_.mask.end(query) - problem_.mask.kv_lo;
+    row.begin = problem_.mask.begin(unit.head / problem_.kv_heads, query) - problem_.mask.kv_lo;
+    row.end = problem_.mask.end(unit.head / problem_.kv_heads, query) - problem_.mask.kv_lo;
     row.maximum = -kInfinity;
     row.den = 0;
   }
@@ -58,16 +59,23 @@ void TileWorker::begin(const Unit& unit) {
 
 // ---- Section 2: scores -----------------------------------------------------------------------------------------
 
-// Keys of the tile whose place in memory order is below the limit are attended.
-int32_t TileWorker::limit(const Row& row, int64_t tile) const {
-  return static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(kKeyTile, row.end - tile * kKeyTile)));
+// The row's interval within a tile.
+TileWorker::Keys TileWorker::attended(const Row& row, int64_t tile) const {
+  const auto place = [tile](int64_t key) {
+    return static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(kKeyTile, key - tile * kKeyTile)));
+  };
+  return {place(row.begin), place(row.end)};
 }
 
-// Tiles from here on hold no key that any row attends.
-int64_t TileWorker::last_tile(int64_t last) const {
-  int64_t end = 0;
-  for (int r = 0; r < unit_.rows; ++r) end = std::max(end, row_[r].end);
-  return std::min(last, (end + kKeyTile - 1) / kKeyTile);
+// The tiles of a range outside of which no row attends a key.
+Range TileWorker::attended_tiles(int64_t first, int64_t last) const {
+  int64_t begin = INT64_MAX, end = 0;
+  for (int r = 0; r < unit_.rows; ++r) {
+    if (row_[r].end <= row_[r].begin) continue;
+    begin = std::min(begin, row_[r].begin);
+    end = std::max(end, row_[r].end);
+  }
+  return {std::max(first, begin / kKeyTile), std::min(last, (end + kKeyTile - 1) / kKeyTile)};
 }
 
 // Where the scores of a tile go: a kept place for the first ones of a range, the spare place for the others.
@@ -91,8 +99,10 @@ void TileWorker::scores(int64_t tile, double* s) {
     } else {
       exact_scores(row_[r], q_.data() + r * depth_, id, keys, row_scores);
     }
-    const int32_t attended = limit(row_[r], tile);
-    if (attended < keys || keys < padded) kernels_.mask_scores(row_scores, keys_.index(id), attended, padded);
+    const Keys in = attended(row_[r], tile);
+    if (in.first > 0 || in.last < keys || keys < padded) {
+      kernels_.mask_scores(row_scores, keys_.index(id), in.first, in.last, padded);
+    }
   }
   if (keys_.has_poisoned(id)) note_poisoned(tile);
 }
@@ -126,20 +136,20 @@ void TileWorker::note_poisoned(int64_t tile) {
   const int64_t id = keys_.tile_id(unit_.head, tile);
   for (int j = 0; j < keys_.tile_keys(tile); ++j) {
     if (keys_.key_exponents(id)[j] != kPoisonedExponent) continue;
-    for (int r = 0; r < unit_.rows; ++r) row_[r].poisoned |= keys_.index(id)[j] < limit(row_[r], tile);
+    for (int r = 0; r < unit_.rows; ++r) row_[r].poisoned |= attended(row_[r], tile).has(keys_.index(id)[j]);
   }
 }
 
 // ---- Section 3: row maximum ------------------------------------------------------------------------------------
 
 void TileWorker::maxima(int64_t first, int64_t last) {
-  const int64_t end = last_tile(last);
-  for (int64_t tile = first; tile < end; ++tile) {
+  const Range tiles = attended_tiles(first, last);
+  for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     bool cached = false;
-    double* s = score_tile(tile, first, &cached);
+    double* s = score_tile(tile, tiles.first, &cached);
     scores(tile, s);
     if (cached) {
-      cached_first_ = first;
+      cached_first_ = tiles.first;
       cached_last_ = tile + 1;
     }
     const int padded = round_up(static_cast<int>(keys_.tile_keys(tile)), kPanel);
@@ -161,18 +171,18 @@ void TileWorker::set_maxima(const double* rowmax) {
     const int64_t m = rowmax_from_public(rowmax[r]);
     row.poisoned |= m == kRowmaxPoisoned;
     row.maximum = m == kRowmaxPoisoned || m == kRowmaxEmpty ? -kInfinity : static_cast<double>(m);
-    if (m == kRowmaxEmpty) row.end = 0;  // the caller says so: special values of the keys do not count either
+    if (m == kRowmaxEmpty) row.end = row.begin;  // the caller says so: special values of the keys do not count either
   }
 }
 
 // ---- Sections 4, 5, 7: weights and sums ------------------------------------------------------------------------
 
 void TileWorker::sums(int64_t first, int64_t last) {
-  const int64_t end = last_tile(last);
-  for (int64_t tile = first; tile < end; ++tile) {
+  const Range tiles = attended_tiles(first, last);
+  for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     bool cached = false;
-    double* s = score_tile(tile, first, &cached);
-    if (!(first == cached_first_ && tile < cached_last_)) scores(tile, s);
+    double* s = score_tile(tile, tiles.first, &cached);
+    if (!(tiles.first == cached_first_ && tile < cached_last_)) scores(tile, s);
     if (weigh(tile, s) != 0) add_values(tile);
     if (keys_.has_special(keys_.tile_id(unit_.head, tile))) count_specials(tile);
   }
@@ -186,7 +196,7 @@ int64_t TileWorker::weigh(int64_t tile, const double* s) {
     double* high = weights_.data() + r * kScoreStride;
     double* low = split_weights_ ? high + unit_.rows * kScoreStride : nullptr;
     Row& row = row_[r];
-    if (row.poisoned || row.maximum == -kInfinity || limit(row, tile) == 0) {
+    if (row.poisoned || row.maximum == -kInfinity || attended(row, tile).empty()) {
       std::fill(high, high + padded, 0.0);
       if (low) std::fill(low, low + padded, 0.0);
       continue;
@@ -229,7 +239,7 @@ void TileWorker::count_specials(int64_t tile) {
     for (int d = 0; d < depth_; ++d) {
       if (is_finite(values[d])) continue;
       for (int r = 0; r < unit_.rows; ++r) {
-        if (j < limit(row_[r], tile)) counts_[r * depth_ + d] += special_count(special_integer(values[d]));
+        if (attended(row_[r], tile).has(static_cast<int32_t>(j))) counts_[r * depth_ + d] += special_count(special_integer(values[d]));
       }
     }
   }

@@ -11,6 +11,10 @@ namespace cpu {
 // Scores of this many key tiles are kept from the maximum pass to the sum pass; later tiles are computed twice.
 constexpr int kCachedTiles = 32;  // 1.6 MB a thread: what an L2 of a server core holds
 
+struct Range {
+  int64_t first, last;
+};
+
 // Rows of a unit are counted over the query heads of one key head: row = (q_head in group) * q_len + query.
 struct Unit {
   int64_t head;   // over batch * kv_heads
@@ -39,15 +43,20 @@ class TileWorker {
  private:
   struct Row {
     QueryRow query;
-    int64_t end;       // packed keys [0, end) are attended
+    int64_t begin, end;  // packed keys [begin, end) are attended
     int fast_exponent;  // key exponents up to this one take the float64 rounding
     bool poisoned;
     double maximum;    // in units of 2^-24; -inf nothing attended
     int64_t den;
   };
 
-  int32_t limit(const Row& row, int64_t tile) const;
-  int64_t last_tile(int64_t last) const;
+  struct Keys {
+    int32_t first, last;  // places in the tile, in memory order
+    bool has(int32_t place) const { return place >= first && place < last; }
+    bool empty() const { return last <= first; }
+  };
+  Keys attended(const Row& row, int64_t tile) const;
+  Range attended_tiles(int64_t first, int64_t last) const;
   double* score_tile(int64_t tile, int64_t first, bool* cached) const;
   void scores(int64_t tile, double* s);
   void exact_scores(const Row& row, const double* q, int64_t id, int keys, double* s) const;
@@ -85,8 +94,8 @@ class TileWorker {
 // f64 of digits [lo, hi) of one number (section 6); same result as digits_round() with the others 0.
 double round_digits(const int64_t* digits, int64_t stride, int lo, int hi);
 
-void finalize(const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim, Precision precision, void* out,
-              DType out_dtype);
+void finalize(const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim, Precision precision,
+              double rescale, void* out, DType out_dtype);
 
 }  // namespace cpu
 }  // namespace det_attn

@@ -200,6 +200,7 @@ BackwardCall prepare(const Context& ctx, const Gradient& call, const GradientEng
     x.query_exponent = workspace<int32_t>(ctx, s.heads * s.rows_pad);
     x.key_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
     x.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
+    x.row_keys = workspace<int2>(ctx, s.heads * s.rows_pad);
     if (s.rows_pad != 0) prepare_queries(ctx, problems[i], s, x);
     prepare_keys(ctx, problems[i], s, x);
   }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(Problem proble
     const int element = first + threadIdx.x;
     const int64_t row = row_base + element / s.dims;
     const int dim = element % s.dims;
-    const int64_t end = element < elements ? a.mask.end(row % a.q_len) - a.mask.kv_lo : 0;
+    const int end = element < elements ? a.prepared.row_keys[head * s.rows_pad + row].y : 0;
     int64_t count = 0;
     for (int64_t stretch = 0; stretch < s.keys; stretch += kThreads) {
       __syncthreads();

@@ -68,6 +68,7 @@ Prepared prepare(const Context& ctx, const Problem& problem, const Shape& s, boo
   p.query_exponent = workspace<int32_t>(ctx, s.heads * s.rows_pad);
   p.key_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
   p.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
+  p.row_keys = workspace<int2>(ctx, s.heads * s.rows_pad);
   if (values) {
     p.value = workspace<uint8_t>(ctx, s.heads * s.planes * s.value_dims_pad * s.keys_pad);
     p.value_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
@@ -83,7 +84,7 @@ Prepared prepare(const Context& ctx, const Problem& problem, const Shape& s, boo
 }
 
 ScoresArgs scores_args(const Problem& p, const Shape& s, const Prepared& prepared) {
-  return ScoresArgs{s, prepared, Distances{nullptr, nullptr, s.keys_pad / kBlockKeys}, p.mask, p.q_len, 0};
+  return ScoresArgs{s, prepared, Distances{nullptr, nullptr, s.keys_pad / kBlockKeys}, 0};
 }
 
 // How many row tiles a chunk takes, and into how many parts its keys are split to fill the device.
@@ -154,7 +155,6 @@ SumsArgs sums_args(const Problem& p, const Shape& s, const Prepared& prepared, i
   SumsArgs args{};
   args.shape = s;
   args.prepared = prepared;
-  args.mask = p.mask;
   args.precision = p.precision;
   args.kv_heads = p.kv_heads, args.q_heads = p.q_heads, args.q_len = p.q_len;
   args.den = den;

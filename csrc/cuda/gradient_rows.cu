@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(kStateWarps* kWarpSize)
     const bool dead = bad || !finite || m == kRowmaxPoisoned;
     if (eq < kPoisonedInTile) x.query_exponent = eq;
     if (eo < kPoisonedInTile) x.grad_exponent = eo;
-    x.begin = static_cast<int>(p.mask.begin(row % p.q_len) - p.mask.kv_lo);
-    x.end = static_cast<int>(p.mask.end(row % p.q_len) - p.mask.kv_lo);
+    const RowPlace at = place_of(p, head, row);
+    x.begin = static_cast<int>(p.mask.begin(at.batch, at.query) - p.mask.kv_lo);
+    x.end = static_cast<int>(p.mask.end(at.batch, at.query) - p.mask.kv_lo);
     x.flags = (bad ? kBadRow : 0) | (dead ? kDeadRow : 0);
     if (!dead && m != kRowmaxEmpty && den > 0) {
       x.maximum = m;

@@ -10,7 +10,7 @@ void rows(const Context&, const View& x, int64_t batch, int64_t heads, int64_t l
           double scale, Precision precision, int32_t* integers, int32_t* exponents);
 
 void finalize(const Context&, const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim,
-              Precision precision, void* out, DType out_dtype);
+              Precision precision, double rescale, void* out, DType out_dtype);
 
 void grad_finalize(const Context&, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim,
                    double scale, Precision precision, void* out, DType out_dtype);

@@ -141,7 +141,13 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) {
     const int64_t index = head * length_pad + row;
     (QUERY ? out.query_exponent : out.key_exponent)[index] = e == kPoisonedExponent ? kPoisonedInTile : e;
-    if (QUERY) out.rowmax[index] = e == kPoisonedExponent ? kRowmaxPoisoned : kRowmaxEmpty;
+    if (QUERY) {
+      out.rowmax[index] = e == kPoisonedExponent ? kRowmaxPoisoned : kRowmaxEmpty;
+      const Mask& mask = problem.mask;
+      out.row_keys[index] = row < s.rows ? make_int2(static_cast<int>(mask.begin(batch, x_row) - mask.kv_lo),
+                                                     static_cast<int>(mask.end(batch, x_row) - mask.kv_lo))
+                                         : make_int2(0, 0);
+    }
   }
 }
 

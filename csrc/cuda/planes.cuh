@@ -46,6 +46,7 @@ struct Prepared {
   int32_t* value_special;  // [heads]: nonzero if a value element is not finite
   uint8_t* special_key;    // [heads][keys_pad]: 1 where the key's value row has such an element
   int64_t* rowmax;         // [heads][rows_pad], M as an integer
+  int2* row_keys;          // [heads][rows_pad]: begin and end of the attended keys, relative to kv_lo; 0, 0 for padding
 };
 
 // The C fragment of m16n8k32 gives a thread columns 2t, 2t+1 of two neighbouring 8-key blocks; as an A fragment it

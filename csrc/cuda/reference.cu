@@ -1,6 +1,8 @@
 // The reference path (docs/contract.md sections 2 to 7): the rowmax kernel and the launches. In: a Problem. Out:
 // rowmax; NUM and DEN, or the output. Memory is the quantised rows plus, for `forward`, one tile of digits per resident
 // block.
+#include <algorithm>
+
 #include "paths.h"
 #include "sums_reference.cuh"
 
@@ -12,9 +14,9 @@ namespace {
 
 // Two blocks a processor: one computes while the other waits for its chunk.
 __global__ void __launch_bounds__(kThreads, 2)
-    rowmax_kernel(const Problem p, const PreparedRows q, const PreparedRows k, int64_t items, double* rowmax) {
+    rowmax_kernel(const __grid_constant__ Problem p, const PreparedRows q, const PreparedRows k, int64_t items, double* rowmax) {
   __shared__ ScoreShared shared;
-  __shared__ int64_t end[kQueries];  // of each row: keys below it are attended
+  __shared__ RowKeys row_keys;
   __shared__ int32_t exponents[kQueries];
   const int tx = thread_x(), ty = thread_y();
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
@@ -24,13 +26,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();  // the item before has been written
     if (threadIdx.x < kQueries) {
       const int row = threadIdx.x;
-      end[row] = row < w.rows ? p.mask.end(w.query + row) : 0;
       exponents[row] = row < w.rows ? q.exponents[first_row + row] : kMinExponent;
     }
-    __syncthreads();
+    load_row_keys(row_keys, p, w, [](int) { return true; });
+    const bool modified = p.modifiers.of_scores();
     int64_t best[kThreadRows] = {kRowmaxEmpty, kRowmaxEmpty, kRowmaxEmpty, kRowmaxEmpty};
-    const int64_t key_end = p.mask.end(w.query + w.rows - 1);  // end() never falls as queries rise
-    for (int64_t key0 = 0; key0 < key_end; key0 += kKeys) {
+    const int64_t key_end = static_cast<int64_t>(row_keys.last);
+    for (int64_t key0 = key_end == 0 ? 0 : static_cast<int64_t>(row_keys.first); key0 < key_end; key0 += kKeys) {
       const int keys = static_cast<int>(min(static_cast<int64_t>(kKeys), key_end - key0));
       score_dots(shared, q.integers + first_row * q.pitch, w.rows, k.integers + (first_key + key0) * k.pitch, keys,
                  q.pitch);
@@ -41,11 +43,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int a = 0; a < kThreadRows; ++a) {
           const int row = kThreadRows * ty + a;
-          if (key0 + key >= end[row]) continue;
+          if (key0 + key < row_keys.begin[row] || key0 + key >= row_keys.end[row]) continue;
           const bool poisoned = exponents[row] == kPoisonedExponent || ek == kPoisonedExponent;
           const int64_t dot = shared.dots[c][a][threadIdx.x];
-          const int64_t s = poisoned ? kRowmaxPoisoned
-                                     : score_of(dot, score_shift(exponents[row], ek, p.precision.operand_bits));
+          int64_t s = poisoned ? kScorePoisoned
+                               : score_of(dot, score_shift(exponents[row], ek, p.precision.operand_bits));
+          if (modified) s = modify(p, w, row, key0 + key, s);
           if (s > best[a]) best[a] = s;
         }
       }
@@ -65,14 +68,28 @@ __global__ void __launch_bounds__(kThreads, 2)
 // The problem without the keys that no query attends, so they are neither quantised nor read.
 Problem attended_part(const Problem& problem) {
   Problem p = problem;
-  const int64_t first = p.mask.kv_lo;
-  const int64_t end = p.q_len > 0 ? p.mask.end(p.q_len - 1) : first;
+  Mask& mask = p.mask;
+  int64_t first = mask.kv_lo, end = mask.kv_hi;
+  if (mask.ranges == nullptr) {  // whose contents only the device knows; without them both ends rise with the queries
+    first = mask.begin(0, 0);
+    end = std::max(first, mask.end(0, p.q_len - 1));
+  }
   for (View* view : {&p.k, &p.v}) {
     if (view->data == nullptr) continue;  // rowmax has no values
     view->data = static_cast<const char*>(view->data) + first * view->stride_row * element_size(view->dtype);
   }
   p.kv_len = end - first;
-  p.mask = Mask{0, p.kv_len, p.mask.causal, p.mask.diagonal - first};
+  mask.kv_lo = 0, mask.kv_hi = p.kv_len;
+  mask.diagonal -= first;
+  mask.first_key += first;
+  Bias& bias = p.modifiers.bias;
+  if (bias.data != nullptr) {
+    const int size = bias.boolean ? 1 : element_size(bias.dtype);
+    bias.data = static_cast<const char*>(bias.data) + first * bias.stride_key * size;
+  }
+  Dropout& dropout = p.modifiers.dropout;
+  dropout.first_key += first;
+  if (dropout.keys != nullptr) dropout.keys += first;
   return p;
 }
 

@@ -26,8 +26,6 @@ struct ScoresArgs {
   Shape shape;
   Prepared prepared;
   Distances distances;  // distance == nullptr: row maxima only
-  Mask mask;
-  int64_t q_len;
   int64_t first_tile;  // row tiles of kRowPad rows, counted over all heads; distances are indexed from here
 };
 
@@ -93,7 +91,7 @@ __device__ __forceinline__ WarpRows load_rows(const ScoresArgs& args, int64_t he
   const int64_t row = row_base + lane % ROWS;
   const bool real = row < args.shape.rows;
   const int own = args.prepared.query_exponent[head * args.shape.rows_pad + row];
-  const int own_end = real ? static_cast<int>(args.mask.end(row % args.q_len) - args.mask.kv_lo) : 0;
+  const int own_end = args.prepared.row_keys[head * args.shape.rows_pad + row].y;
 #pragma unroll
   for (int m = 0; m < ROWS / 16; ++m)
 #pragma unroll
@@ -107,13 +105,12 @@ __device__ __forceinline__ WarpRows load_rows(const ScoresArgs& args, int64_t he
 }
 
 // Attended keys of the CTA's rows end here (relative to kv_lo). All threads call it; `shared` is one int.
-__device__ __forceinline__ int end_of_rows(const Mask& mask, const Shape& s, int64_t q_len, int64_t row_base, int rows,
-                                           int* shared) {
+template <class Args>
+__device__ __forceinline__ int end_of_rows(const Args& args, int64_t head, int64_t row_base, int rows, int* shared) {
   if (threadIdx.x == 0) *shared = 0;
   __syncthreads();
   for (int r = threadIdx.x; r < rows; r += blockDim.x) {
-    const int64_t row = row_base + r;
-    if (row < s.rows) atomicMax(shared, static_cast<int>(mask.end(row % q_len) - mask.kv_lo));
+    atomicMax(shared, args.prepared.row_keys[head * args.shape.rows_pad + row_base + r].y);
   }
   __syncthreads();
   return *shared;

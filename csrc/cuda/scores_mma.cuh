@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   const int64_t warp_row = row_base + warp_m * kScoreWarpTile;
 
   const int slab_begin = blockIdx.y * kScoreSlab;
-  const int slab_end =
-      min(end_of_rows(args.mask, s, args.q_len, row_base, kRows, &shared_end), slab_begin + kScoreSlab);
+  const int slab_end = min(end_of_rows(args, head, row_base, kRows, &shared_end), slab_begin + kScoreSlab);
   if (slab_begin >= slab_end) return;
   // Whole steps of the sums kernel, which reads every block of a step it enters.
   const int tiles = (slab_end - slab_begin + kSumKeys - 1) / kSumKeys * (kSumKeys / kKeys);

@@ -45,6 +45,49 @@ __device__ inline Work work_of(const Problem& p, int64_t item, int slice_dims) {
   return w;
 }
 
+// ---- Masks and modifiers ---------------------------------------------------------------------------------------
+
+// The keys of each of a block's rows, and the interval that holds them all. Rows without a key have begin = end = 0.
+struct RowKeys {
+  int64_t begin[kQueries], end[kQueries];
+  unsigned long long first, last;
+};
+
+// Every thread calls it; barriers on both sides are inside. `attends(row)` says whether a row counts at all.
+template <class Attends>
+__device__ __forceinline__ void load_row_keys(RowKeys& keys, const Problem& p, const Work& w, Attends attends) {
+  if (threadIdx.x == 0) keys.first = ~0ull, keys.last = 0;
+  __syncthreads();
+  if (threadIdx.x < kQueries) {
+    const int row = threadIdx.x;
+    const int64_t batch = w.head_row / p.q_heads;
+    int64_t begin = 0, end = 0;
+    if (row < w.rows && attends(row)) {
+      begin = p.mask.begin(batch, w.query + row);
+      end = p.mask.end(batch, w.query + row);
+    }
+    if (end <= begin) begin = end = 0;
+    keys.begin[row] = begin;
+    keys.end[row] = end;
+    if (end > begin) {
+      atomicMin(&keys.first, static_cast<unsigned long long>(begin));
+      atomicMax(&keys.last, static_cast<unsigned long long>(end));
+    }
+  }
+  __syncthreads();
+}
+
+__device__ inline Pair pair_of(const Problem& p, const Work& w, int row, int64_t key) {
+  return {w.head_row / p.q_heads, w.head_row % p.q_heads, w.query + row, key};
+}
+
+// S of section 10 for an attended pair of the block, kScoreMasked or kScorePoisoned; s is kScorePoisoned for a bad key
+// or query. Out of line: few calls need it.
+static __device__ __noinline__ int64_t modify(const Problem& p, const Work& w, int row, int64_t key, int64_t s) {
+  const int64_t changed = modified_score(p, s == kScorePoisoned ? 0 : s, pair_of(p, w, row, key));
+  return s == kScorePoisoned && changed != kScoreMasked ? s : changed;
+}
+
 // ---- Scores ----------------------------------------------------------------------------------------------------
 
 // Chunks of the integers as float64, dims outermost, so that a thread reads its rows and keys as pairs.

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   const int64_t warp_row = row_base + group * Tile::kGroupRows + warp * kBlockRows;
   const int slab_begin = blockIdx.y * kScoreSlab;
   const int slab_end =
-      min(end_of_rows(args.mask, s, args.q_len, row_base, Tile::kRows, &shared_end), slab_begin + kScoreSlab);
+      min(end_of_rows(args, head, row_base, Tile::kRows, &shared_end), slab_begin + kScoreSlab);
   if (slab_begin >= slab_end) return;
   const int tiles = (slab_end - slab_begin + kKeys - 1) / kKeys;
   static_assert(kKeys == kSumKeys, "a whole step of the sums kernel is written");

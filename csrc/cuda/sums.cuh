@@ -12,7 +12,6 @@ struct SumsArgs {
   Shape shape;
   Prepared prepared;
   Distances distances;
-  Mask mask;
   Precision precision;
   int64_t kv_heads, q_heads, q_len;
   int64_t first_tile;  // row tiles of kRowPad rows over all heads, as in the scores kernel
@@ -316,7 +315,7 @@ struct SumsWork {
     row_base = (tile % (s.rows_pad / kRowPad)) * kRowPad + (sub % kSubTiles) * Tile::kRows;
     row16_base = (tile - args.first_tile) * s.tile_blocks + (sub % kSubTiles) * (Tile::kRows / kBlockRows);
     key_begin = blockIdx.y * args.split_keys;
-    const int64_t end = end_of_rows(args.mask, s, args.q_len, row_base, Tile::kRows, shared_end);
+    const int64_t end = end_of_rows(args, head, row_base, Tile::kRows, shared_end);
     const int64_t key_end = min(end, key_begin + args.split_keys);
     steps = key_end > key_begin ? static_cast<int>((key_end - key_begin + kSumKeys - 1) / kSumKeys) : 0;
   }

@@ -45,7 +45,7 @@ struct SumShared {
   };
   double weights[kHalves][kKeys][kQueries];  // groups of 4 queries lie at weight_slot()
   int64_t rowmax[kQueries];                  // M
-  int64_t end[kQueries];                     // keys below it weigh; 0 for a row that has no weights
+  RowKeys keys;                              // those that weigh
   int64_t den[kQueries];
   int32_t query_exponents[kQueries];
   int32_t poisoned[kQueries];                // section 7: the row is NaN
@@ -92,26 +92,28 @@ __device__ void clear_digits(const DigitTile& tile, const Work& w) {
 template <typename Shared>
 __device__ void load_rows(Shared& shared, const SumTask& task, const Work& w) {
   const int row = threadIdx.x;
-  if (row >= kQueries) return;
-  const bool exists = row < w.rows;
-  const int64_t index = w.head_row * task.problem.q_len + w.query + row;
-  const int64_t m = exists ? rowmax_from_public(task.rowmax[index]) : kRowmaxEmpty;
-  const int eq = exists ? task.q.exponents[index] : kMinExponent;
-  const bool poisoned = m == kRowmaxPoisoned || eq == kPoisonedExponent;
-  shared.rowmax[row] = m;
-  shared.query_exponents[row] = eq;
-  shared.poisoned[row] = poisoned;
-  shared.den[row] = 0;
-  shared.end[row] = poisoned || m == kRowmaxEmpty ? 0 : task.problem.mask.end(w.query + row);
+  if (row < kQueries) {
+    const bool exists = row < w.rows;
+    const int64_t index = w.head_row * task.problem.q_len + w.query + row;
+    const int64_t m = exists ? rowmax_from_public(task.rowmax[index]) : kRowmaxEmpty;
+    const int eq = exists ? task.q.exponents[index] : kMinExponent;
+    const bool poisoned = m == kRowmaxPoisoned || eq == kPoisonedExponent;
+    shared.rowmax[row] = m;
+    shared.query_exponents[row] = eq;
+    shared.poisoned[row] = poisoned;
+    shared.den[row] = 0;
+  }
+  load_row_keys(shared.keys, task.problem, w,
+                [&](int r) { return !shared.poisoned[r] && shared.rowmax[r] != kRowmaxEmpty; });
 }
 
 // ---- Sums: one step of keys --------------------------------------------------------------------------------------
 
 // Weights of the thread's four queries and one key into shared memory, their sums into den. Returns whether any is
 // nonzero.
-template <typename Shared, int kHalves>
-__device__ __forceinline__ bool weigh_key(Shared& shared, const SumTask& task, int c, int64_t key0, int ek,
-                                          int64_t (&den)[kThreadRows]) {
+template <typename Shared, int kHalves, bool kModified>
+__device__ __forceinline__ bool weigh_key(Shared& shared, const SumTask& task, const Work& w, int c, int64_t key0,
+                                          int ek, int64_t (&den)[kThreadRows]) {
   const Precision precision = task.problem.precision;
   const int ty = thread_y(), key = pair_index(thread_x(), c);
   uint32_t weight[kThreadRows];
@@ -120,15 +122,25 @@ __device__ __forceinline__ bool weigh_key(Shared& shared, const SumTask& task, i
   for (int a = 0; a < kThreadRows; ++a) {
     const int row = kThreadRows * ty + a;
     weight[a] = 0;
-    if (key0 + key >= shared.end[row]) continue;
-    if (ek == kPoisonedExponent) {  // a rowmax that was not taken over this key: the row is NaN all the same
+    if (key0 + key < shared.keys.begin[row] || key0 + key >= shared.keys.end[row]) continue;
+    const int64_t dot = shared.scores.dots[c][a][threadIdx.x];
+    int64_t s = ek == kPoisonedExponent
+                    ? kScorePoisoned
+                    : score_of(dot, score_shift(shared.query_exponents[row], ek, precision.operand_bits));
+    if constexpr (kModified) {
+      s = modify(task.problem, w, row, key0 + key, s);
+      if (s == kScoreMasked) continue;
+    }
+    if (s == kScorePoisoned) {  // a rowmax that was not taken over this key: the row is NaN all the same
       shared.poisoned[row] = 1;
       continue;
     }
-    const int64_t dot = shared.scores.dots[c][a][threadIdx.x];
-    const int64_t s = score_of(dot, score_shift(shared.query_exponents[row], ek, precision.operand_bits));
     weight[a] = weight_of(shared.rowmax[row] - s, precision.weight_bits);
     den[a] += weight[a];
+    if constexpr (kModified) {
+      const bool dropout = task.problem.modifiers.dropout.on && weight[a] != 0;
+      if (dropout && !is_kept(task.problem, pair_of(task.problem, w, row, key0 + key))) weight[a] = 0;
+    }
     any |= weight[a];
   }
 #pragma unroll
@@ -146,6 +158,34 @@ __device__ __forceinline__ bool weigh_key(Shared& shared, const SumTask& task, i
   return any != 0;
 }
 
+// Those of the thread's four keys.
+template <typename Shared, int kHalves, bool kModified>
+__device__ __forceinline__ bool weigh_thread(Shared& shared, const SumTask& task, const Work& w, int64_t key0,
+                                             int keys) {
+  const int64_t first_key = w.kv_row * task.problem.kv_len + key0;
+  bool any = false;
+  int64_t den[kThreadRows] = {};
+#pragma unroll 1
+  for (int c = 0; c < kThreadKeys; ++c) {
+    const int key = pair_index(thread_x(), c);
+    const int ek = key < keys ? task.k.exponents[first_key + key] : kMinExponent;
+    any = weigh_key<Shared, kHalves, kModified>(shared, task, w, c, key0, ek, den) || any;
+  }
+#pragma unroll
+  for (int a = 0; a < kThreadRows; ++a) {
+    const int64_t sum = side_sum(den[a]);
+    if (thread_x() == 0) shared.den[kThreadRows * thread_y() + a] += sum;
+  }
+  return any;
+}
+
+// The same with modifiers. Out of line, so that they cost no registers where there are none.
+template <typename Shared, int kHalves>
+__device__ __noinline__ bool weigh_modified(Shared& shared, const SumTask& task, const Work& w, int64_t key0,
+                                            int keys) {
+  return weigh_thread<Shared, kHalves, true>(shared, task, w, key0, keys);
+}
+
 // Weights of a step of keys, and their sums. Returns, to every thread alike, whether any is nonzero.
 template <typename Shared, int kHalves>
 __device__ __forceinline__ bool weigh_keys(Shared& shared, const SumTask& task, const Work& w, int64_t key0, int keys) {
@@ -158,19 +198,8 @@ __device__ __forceinline__ bool weigh_keys(Shared& shared, const SumTask& task, 
   }
   score_dots(shared.scores, task.q.integers + (w.head_row * p.q_len + w.query) * task.q.pitch, w.rows,
              task.k.integers + first_key * task.k.pitch, keys, task.q.pitch);
-  bool any = false;
-  int64_t den[kThreadRows] = {};
-#pragma unroll 1
-  for (int c = 0; c < kThreadKeys; ++c) {
-    const int key = pair_index(thread_x(), c);
-    const int ek = key < keys ? task.k.exponents[first_key + key] : kMinExponent;
-    any = weigh_key<Shared, kHalves>(shared, task, c, key0, ek, den) || any;
-  }
-#pragma unroll
-  for (int a = 0; a < kThreadRows; ++a) {
-    const int64_t sum = side_sum(den[a]);
-    if (thread_x() == 0) shared.den[kThreadRows * thread_y() + a] += sum;
-  }
+  const bool any = p.modifiers.any() ? weigh_modified<Shared, kHalves>(shared, task, w, key0, keys)
+                                     : weigh_thread<Shared, kHalves, false>(shared, task, w, key0, keys);
   return __syncthreads_or(any);
 }
 
@@ -281,11 +310,14 @@ __device__ __forceinline__ int cost_of(const Shared& shared, Exponents range, in
 }
 
 // Counts of section 7 for one element: every attended key with a non-finite element there, whatever its weight.
-__device__ inline int64_t count_specials(const SumTask& task, const Work& w, int64_t end, int d) {
+__device__ inline int64_t count_specials(const SumTask& task, const Work& w, const RowKeys& keys, int row, int d) {
   const int64_t first_key = w.kv_row * task.problem.kv_len;
+  const bool maskable = task.problem.modifiers.bias.data != nullptr;
   int64_t count = 0;
-  for (int64_t key = first_key; key < first_key + end; ++key) {
-    if (task.v.special_rows[key]) count += special_count(task.v.integers[key * task.v.pitch + w.dim + d]);
+  for (int64_t key = keys.begin[row]; key < keys.end[row]; ++key) {
+    if (!task.v.special_rows[first_key + key]) continue;
+    if (maskable && modify(task.problem, w, row, key, 0) == kScoreMasked) continue;
+    count += special_count(task.v.integers[(first_key + key) * task.v.pitch + w.dim + d]);
   }
   return count;
 }
@@ -308,7 +340,7 @@ static __device__ __noinline__ void write_element(const SumTask& task, const Wor
   const int64_t index = w.head_row / q_heads * task.out.stride_batch + w.head_row % q_heads * task.out.stride_head +
                         (w.query + row) * task.out.stride_row + w.dim + d;
   store_element(task.out.data, index, task.out.dtype,
-                output_of(num, den, special, task.problem.precision.weight_bits));
+                output_of(num, den, special, task.problem.precision.weight_bits, task.problem.modifiers.rescale()));
 }
 
 // DEN and the block's part of NUM or of the output.
@@ -325,7 +357,7 @@ __device__ void write_tile(Shared& shared, const SumTask& task, const Work& w, c
     if (poisoned) {
       special = kCountNan;
     } else if (specials) {
-      special = count_specials(task, w, shared.end[row], d);
+      special = count_specials(task, w, shared.keys, row, d);
     }
     write_element(task, w, tile, row, d, den, special, poisoned);
   }
@@ -339,10 +371,10 @@ __device__ __forceinline__ void sum_keys(SumShared<kHalves, kDims>& shared, cons
   using Shared = SumShared<kHalves, kDims>;
   const Problem& p = task.problem;
   const Work& w = shared.work;
-  const int64_t key_end = p.mask.end(w.query + w.rows - 1);
+  const int64_t key_end = static_cast<int64_t>(shared.keys.last);
   double sums[kHalves][kThreadRows][kDims / kSide] = {};
   int base = 0, spent = SumBudget<kHalves>::kTotal;  // no window is open yet
-  for (int64_t key0 = 0;; key0 += kKeys) {
+  for (int64_t key0 = key_end == 0 ? 0 : static_cast<int64_t>(shared.keys.first);; key0 += kKeys) {
     const bool done = key0 >= key_end;
     if (!done) {
       const int keys = static_cast<int>(min(static_cast<int64_t>(kKeys), key_end - key0));

@@ -3,7 +3,7 @@
 In: Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D], any strides with a dense last dimension. Out: [B, Hq, Sq, D].
 """
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -35,6 +35,13 @@ def det_attn(
     *,
     precision: str = "highest",
     q_offset: Optional[int] = None,
+    attn_bias: Optional[Tensor] = None,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    key_ranges: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
     out_dtype: torch.dtype = torch.float32,
     return_state: bool = False,
     path: str = "auto",
@@ -50,6 +57,17 @@ def det_attn(
         precision: "highest" (float32-class accuracy) or "high" (faster, for bfloat16 and float16 work).
         q_offset: index, among the keys, of query 0; None is Skv - Sq, so that the last query sees the last key.
             torch's is_causal is q_offset=0.
+        attn_bias: bool, float32, bfloat16 or float16, broadcastable to [B, Hq, Sq, Skv], any strides: added to the
+            scaled scores; -inf or False masks a pair, NaN and +inf make row i NaN (contract section 10). No gradient.
+        window: (left, right): query i attends keys i + q_offset - left to i + q_offset + right; -1 is no limit.
+        softcap: c > 0 replaces the scaled scores s by c * tanh(s / c), before bias and ALiBi; 0 is none.
+        alibi_slopes: float32 [Hq] or [B, Hq]: adds -slope * |i + q_offset - j| to the scores. No gradient.
+        key_ranges: int32 [B or 1, Sq, 2], contiguous, on Q's device: query i attends keys in [begin, end) only, beside
+            what causal and window say; ends beyond K are cut there. A third number a query, if there is one, stands
+            for i + q_offset: its place among the keys.
+        dropout_p: weights are dropped with this probability, 0 to 1, and the others scaled by 1 / (1 - dropout_p).
+        dropout_seed: 64-bit integer. Which weights are dropped depends on it and on batch, head, i + q_offset and j
+            alone (contract section 11).
         out_dtype: torch.float32, or torch.bfloat16 or torch.float16 by one further rounding.
         return_state: also return a State.
         path: "auto", "reference", "mma" or "wgmma": which kernels run. The bytes are the same.
@@ -68,7 +86,9 @@ def det_attn(
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)
     kv_len = k_shape[2]
-    diagonal = checks.diagonal(causal, q_offset, 0, q_shape[2], kv_len)
+    diagonal, modifiers = checks.modifiers(
+        Q, k_shape, causal, q_offset, 0, attn_bias, window, softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed
+    )
     scale = checks.softmax_scale(scale, q_shape[3])
     checks.precision_name(precision)
     checks.path_name(path, Q)
@@ -78,7 +98,9 @@ def det_attn(
     if out_dtype is not torch.float32 and torch.is_grad_enabled():
         if Q.requires_grad or K.requires_grad or V.requires_grad:
             dtype = torch.float32  # which the gradient is a function of
-    out, rowmax, den = ops.forward.default(Q, K, V, causal, scale, precision, diagonal, 0, kv_len, dtype, path)
+    out, rowmax, den = ops.forward.default(
+        Q, K, V, causal, scale, precision, diagonal, 0, kv_len, dtype, *modifiers, path
+    )
     if dtype is not out_dtype:
         out = Narrow.apply(out, out_dtype)
     if not return_state:

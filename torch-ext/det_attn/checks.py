@@ -6,8 +6,10 @@ Checks compare sizes without converting them, so they also hold for the symbolic
 """
 
 import math
+from typing import NamedTuple, Optional
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix
@@ -17,6 +19,9 @@ MAX_KEYS = 2**31
 DIGITS = 12
 GRADIENT_DIGITS = 3
 _MAX_OFFSET = 2**62  # so that q_offset - kv_offset fits the op's int64
+_FARTHEST = 2**60  # Mask::kFarthest in csrc/problem.h
+_MAX_SOFTCAP = torch.finfo(torch.float64).max
+_ID_SHAPES = {"dropout_rows": "[B, Sq] of Q", "dropout_keys": "[Skv] of K"}
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
@@ -143,7 +148,7 @@ def output_gradient(dO, out, DEN, Q, q_shape):
 def _row_integers(x, name, dtype, device, shape, which, source):
     _tensor(x, name)
     if x.dtype is not dtype:
-        raise TypeError(f"{name}: got dtype {x.dtype}, must be {dtype}, as {source} returns it")
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be {dtype}" + (f", as {source} returns it" if source else ""))
     _same_device(x, device, name, "Q")
     if x.shape != shape:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be {which}, {tuple(shape)}")
@@ -205,23 +210,167 @@ def softmax_scale(scale, head_dim):
     return scale
 
 
-def diagonal(causal, q_offset, kv_offset, q_len, kv_len):
-    """Contract section 2: local key j is attended by query i when j <= i + diagonal. 0 where nothing is causal."""
+class Modifiers(NamedTuple):
+    """The ops' arguments of sections 10 and 11, in their order: the first six shape scores, the others drop weights."""
+
+    bias: Optional[Tensor] = None
+    alibi_slopes: Optional[Tensor] = None
+    key_ranges: Optional[Tensor] = None
+    softcap: float = 0.0
+    window_left: int = -1
+    window_right: int = -1
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    dropout_query: int = 0
+    dropout_key: int = 0
+    dropout_head: int = 0
+    dropout_rows: Optional[Tensor] = None
+    dropout_keys: Optional[Tensor] = None
+
+    @property
+    def of_scores(self):
+        return self[:6]
+
+
+NO_MODIFIERS = Modifiers()
+EVERYWHERE = (-1, -1)
+
+
+def modifiers(
+    Q, k_shape, causal, q_offset, kv_offset, attn_bias, window, softcap, alibi_slopes, key_ranges, dropout_p=0.0,
+    dropout_seed=0, dropout_head=0, dropout_rows=None, dropout_keys=None,
+):  # fmt: skip
+    """(diagonal, Modifiers) of a call: query i's own place among the local keys is i + diagonal (contract section 2)."""
+    q_shape, kv_len = Q.shape, k_shape[2]
     if causal is not True and causal is not False:
         raise TypeError(f"causal: got {_got_type(causal)}, must be a bool")
     _offset(kv_offset, "kv_offset")
     if q_offset is not None:
         _offset(q_offset, "q_offset")
-    if not causal:
-        return 0
+    left, right = _window(window)
+    softcap = _softcap(softcap)
+    dropout_p = dropout_probability(dropout_p)
+    _integer(dropout_seed, "dropout_seed")
+    if dropout_seed < -(2**63) or dropout_seed >= 2**64:
+        raise ValueError(f"dropout_seed: got {dropout_seed}, allowed is -2**63 to 2**64 - 1")
+    _integer(dropout_head, "dropout_head")
+    if dropout_head < 0 or dropout_head >= 2**32:
+        raise ValueError(f"dropout_head: got {dropout_head}, allowed is 0 to 2**32 - 1")
+    reach = left >= 0 or right >= 0 or alibi_slopes is not None
+    counted = dropout_p > 0 and (dropout_rows is None or dropout_keys is None)
+
     if q_offset is None:
-        if kv_offset != 0:
+        if kv_offset != 0 and (causal or reach or counted):
             raise ValueError(
-                f"q_offset: got None with causal=True and kv_offset={kv_offset}, must be the global index of the first "
-                "query (the default, Skv - Sq, would need the length of all keys)"
+                f"q_offset: got None with kv_offset={kv_offset} and causal, window, alibi_slopes or dropout_p, must be the "
+                "global index of the first query (the default, Skv - Sq, would need the length of all keys)"
             )
-        return kv_len - q_len
-    return q_offset - kv_offset
+        q_offset = kv_len - q_shape[2]
+    diagonal = q_offset - kv_offset if causal or reach else 0
+    if reach and (diagonal < -_FARTHEST or diagonal > _FARTHEST):
+        raise ValueError(
+            f"q_offset: got {q_offset} with kv_offset={kv_offset}, with window or alibi_slopes they may differ by 2**60"
+        )
+    if attn_bias is not None:
+        attn_bias = _bias(attn_bias, Q, (*q_shape[:3], kv_len))
+    if alibi_slopes is not None:
+        _slopes(alibi_slopes, Q)
+    if key_ranges is not None:
+        _ranges(key_ranges, Q)
+    for x, name, shape in ((dropout_rows, "dropout_rows", q_shape[::2][:2]), (dropout_keys, "dropout_keys", (kv_len,))):
+        if x is not None:
+            _ids(x, name, Q, shape)
+    if dropout_seed >= 2**63:
+        dropout_seed = dropout_seed - 2**64  # the same 64 bits
+    return diagonal, Modifiers(
+        attn_bias, alibi_slopes, key_ranges, softcap, left, right, dropout_p, dropout_seed,
+        q_offset if counted else 0, kv_offset if counted else 0, dropout_head, dropout_rows, dropout_keys,
+    )  # fmt: skip
+
+
+def _window(window):
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window: got {_got_type(window)}, must be a tuple or list of two ints")
+    if len(window) != 2:
+        raise ValueError(f"window: got {len(window)} numbers, must be (left, right)")
+    for size in window:
+        if not isinstance(size, _INTS) or isinstance(size, bool):
+            raise TypeError(f"window: got {_got_type(size)} in it, must be two ints")
+        if size < -1 or size > _MAX_OFFSET:
+            raise ValueError(f"window: got {tuple(window)}, allowed is -1 for no limit, or 0 to 2**62")
+    return window
+
+
+def _number(x, name):
+    if not isinstance(x, (float, int)) or isinstance(x, bool):
+        raise TypeError(f"{name}: got {_got_type(x)}, must be a float or an int")
+    return x
+
+
+def _softcap(softcap):
+    if not 0 <= _number(softcap, "softcap") <= _MAX_SOFTCAP:  # NaN fails too
+        raise ValueError(f"softcap: got {softcap}, must be finite and positive, or 0 for none")
+    return float(softcap)
+
+
+def dropout_probability(dropout_p):
+    if not 0 <= _number(dropout_p, "dropout_p") <= 1:
+        raise ValueError(f"dropout_p: got {dropout_p}, allowed is 0 to 1")
+    return float(dropout_p)
+
+
+def _no_modifier_gradient(x, name):
+    if x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name}: got a tensor that requires grad, but det-attn has gradients of Q, K and V only: pass {name}.detach()"
+        )
+
+
+def _bias(bias, Q, shape):
+    """bool or a float dtype, broadcastable to [B, Hq, Sq, Skv]; returns it expanded."""
+    _tensor(bias, "attn_bias")
+    if bias.dtype is not torch.bool and bias.dtype not in _INPUT_DTYPES:
+        raise TypeError(f"attn_bias: got dtype {bias.dtype}, allowed are bool, float32, bfloat16 and float16")
+    _same_device(bias, Q.device, "attn_bias", "Q")
+    given = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(given) != 4 or any(size != 1 and size != full for size, full in zip(given, shape)):
+        raise ValueError(
+            f"attn_bias: got shape {tuple(bias.shape)}, must be broadcastable to [B, Hq, Sq, Skv], {tuple(shape)}"
+        )
+    _no_modifier_gradient(bias, "attn_bias")
+    return bias.expand(shape)
+
+
+def _slopes(slopes, Q):
+    _tensor(slopes, "alibi_slopes")
+    if slopes.dtype is not torch.float32:
+        raise TypeError(f"alibi_slopes: got dtype {slopes.dtype}, must be float32")
+    _same_device(slopes, Q.device, "alibi_slopes", "Q")
+    if slopes.shape != Q.shape[1:2] and slopes.shape != Q.shape[:2]:
+        raise ValueError(
+            f"alibi_slopes: got shape {tuple(slopes.shape)}, must be [Hq] or [B, Hq] of Q, {tuple(Q.shape[:2])}"
+        )
+    _no_modifier_gradient(slopes, "alibi_slopes")
+
+
+def _ranges(ranges, Q):
+    _tensor(ranges, "key_ranges")
+    if ranges.dtype is not torch.int32:
+        raise TypeError(f"key_ranges: got dtype {ranges.dtype}, must be int32")
+    _same_device(ranges, Q.device, "key_ranges", "Q")
+    shape = ranges.shape
+    if len(shape) != 3 or (shape[0] != 1 and shape[0] != Q.shape[0]) or shape[1] != Q.shape[2] or shape[2] not in (2, 3):
+        raise ValueError(
+            f"key_ranges: got shape {tuple(shape)}, must be [B or 1, Sq, 2 or 3] with B = {Q.shape[0]}, Sq = {Q.shape[2]}"
+        )
+    if not ranges.is_contiguous():
+        raise ValueError("key_ranges: got a tensor that is not contiguous: call .contiguous()")
+
+
+def _ids(x, name, Q, shape):
+    _row_integers(x, name, torch.int64, Q.device, torch.Size(shape), _ID_SHAPES[name], None)
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: got a tensor that is not contiguous: call .contiguous()")
 
 
 def key_range(kv_lo, kv_hi, kv_len):

@@ -5,7 +5,7 @@ the keys, some of the queries, or both. In: the call's Q, K, V, the gradient dO 
 knows over all keys: the float32 output, rowmax and DEN. Out: dQ, dK, dV.
 """
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -17,27 +17,47 @@ from ._ops import add_op_namespace_prefix, ops
 
 
 def _keep(ctx, inputs, output):
-    q, k, v, *call, out_dtype, path = inputs
+    q, k, v, *call = inputs[:9]
     out, rowmax, den = output
     ctx.mark_non_differentiable(rowmax, den)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, rowmax, den)
-    ctx.call = call
-    ctx.out_dtype = out_dtype
-    ctx.path = path
+    ctx.call, ctx.out_dtype, ctx.path = call, inputs[9], inputs[-1]
+    tensors, ctx.modifiers = split(inputs[10:-1])
+    ctx.save_for_backward(q, k, v, out, rowmax, den, *tensors)
+
+
+def split(modifiers):
+    """The tensors among the modifiers, None where there is none, and all the others with None in their place."""
+    tensors = [x if i in _TENSORS else None for i, x in enumerate(modifiers)]
+    return [tensors[i] for i in _TENSORS], [None if i in _TENSORS else x for i, x in enumerate(modifiers)]
+
+
+def joined(tensors, others):
+    """What split() took apart."""
+    modifiers = list(others)
+    for i, x in zip(_TENSORS, tensors):
+        modifiers[i] = x
+    return modifiers
+
+
+_TENSORS = (0, 1, 2, 11, 12)  # bias, alibi_slopes, key_ranges, dropout_rows, dropout_keys in checks.Modifiers
+_FORWARD_ARGUMENTS = 10 + len(checks.Modifiers._fields) + 1
 
 
 def _fused(ctx, grad, *_):
     if grad is None:
-        return (None,) * 11
+        return (None,) * _FORWARD_ARGUMENTS
     if ctx.out_dtype is not torch.float32:  # det_attn() asks the op for float32 and rounds by itself
         raise NotImplementedError(
             f"out_dtype: got {ctx.out_dtype}, but the gradient is a function of the float32 output: call det_attn()"
         )
-    q, k, v, out, rowmax, den = ctx.saved_tensors
     need = ctx.needs_input_grad[:3]
-    found = ops.backward.default(grad, q, k, v, out, rowmax, den, *ctx.call, *need, ctx.path)
-    return (*(x if needed else None for x, needed in zip(found, need)), *(None,) * 8)
+    if any(ctx.needs_input_grad[3:]):  # det_attn() refuses this earlier
+        raise NotImplementedError("det-attn: bias and alibi_slopes have no gradient: detach them")
+    q, k, v, out, rowmax, den, *tensors = ctx.saved_tensors
+    modifiers = joined(tensors, ctx.modifiers)
+    found = ops.backward.default(grad, q, k, v, out, rowmax, den, *ctx.call, *need, *modifiers, ctx.path)
+    return (*(x if needed else None for x, needed in zip(found, need)), *(None,) * (_FORWARD_ARGUMENTS - 3))
 
 
 def refuse_twice(ctx, *grads):
@@ -53,8 +73,9 @@ class Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, out, out_dtype):
-        # torch converts NaN to other bits than the contract's on some machines.
-        return out.to(out_dtype).masked_fill_(out.isnan(), float("nan"))
+        # torch converts NaN to other bits than the contract's on some machines. Not in place: torch 2.11's compiler
+        # would lose the gradient without a word.
+        return out.to(out_dtype).masked_fill(out.isnan(), float("nan"))
 
     @staticmethod
     def backward(ctx, grad):
@@ -80,12 +101,22 @@ def grad_reference(
     precision: str = "highest",
     q_offset: Optional[int] = None,
     kv_offset: int = 0,
+    attn_bias: Optional[Tensor] = None,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    key_ranges: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_head: int = 0,
+    dropout_rows: Optional[Tensor] = None,
+    dropout_keys: Optional[Tensor] = None,
     path: str = "auto",
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Exponents of the largest terms of dQ, dK and dV, over the queries Q and the keys K[:, :, kv_lo:kv_hi].
 
     Args:
-        Q, K, V, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path: those of `accumulate`.
+        Q, K, V, causal, scale, kv_lo, kv_hi, the options: those of `accumulate`.
         dO: [B, Hq, Sq, D], gradient of the output; float32, bfloat16 or float16, whatever Q's dtype.
         out: float32 [B, Hq, Sq, D], the output over *all* keys before any further rounding.
         rowmax: float64 [B, Hq, Sq]; DEN: int64 [B, Hq, Sq]; both over *all* keys.
@@ -100,8 +131,11 @@ def grad_reference(
         NotImplementedError: an input requires grad and grad mode is on.
     """
     given = (Q, K, V, dO, out, rowmax, DEN)
-    call = _call("grad_reference", *given, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path)
-    return ops.grad_reference.default(dO, Q, K, V, out, rowmax, DEN, *call, path)
+    call, modifiers = _call(
+        "grad_reference", *given, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path, attn_bias, window,
+        softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed, dropout_head, dropout_rows, dropout_keys,
+    )  # fmt: skip
+    return ops.grad_reference.default(dO, Q, K, V, out, rowmax, DEN, *call, *modifiers, path)
 
 
 def grad_accumulate(
@@ -123,6 +157,16 @@ def grad_accumulate(
     precision: str = "highest",
     q_offset: Optional[int] = None,
     kv_offset: int = 0,
+    attn_bias: Optional[Tensor] = None,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    key_ranges: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_head: int = 0,
+    dropout_rows: Optional[Tensor] = None,
+    dropout_keys: Optional[Tensor] = None,
     path: str = "auto",
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Exact sums of dQ, dK and dV over the queries Q and the keys K[:, :, kv_lo:kv_hi].
@@ -140,9 +184,13 @@ def grad_accumulate(
         As grad_reference.
     """
     given = (Q, K, V, dO, out, rowmax, DEN)
-    call = _call("grad_accumulate", *given, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path)
+    call, modifiers = _call(
+        "grad_accumulate", *given, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path, attn_bias, window,
+        softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed, dropout_head, dropout_rows, dropout_keys,
+    )  # fmt: skip
     checks.references(A, B, C, Q, Q.shape, K.shape)
-    return ops.grad_accumulate.default(dO, Q, K, V, out, rowmax, DEN, A, B, C, *call, True, True, True, path)
+    given = (dO, Q, K, V, out, rowmax, DEN, A, B, C)
+    return ops.grad_accumulate.default(*given, *call, True, True, True, *modifiers, path)
 
 
 def grad_finalize(
@@ -184,17 +232,17 @@ def grad_finalize(
 
 
 def _call(
-    function, Q, K, V, dO, out, rowmax, DEN, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path
+    function, Q, K, V, dO, out, rowmax, DEN, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path, *modifiers
 ):
-    """Checks what both stages take; returns the resolved arguments between the tensors and the path."""
+    """Checks what both stages take; returns the resolved arguments behind the tensors, and the modifiers."""
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)
     checks.output_gradient(dO, out, DEN, Q, q_shape)
     checks.row_maxima(rowmax, Q, q_shape)
-    diagonal = checks.diagonal(causal, q_offset, kv_offset, q_shape[2], k_shape[2])
+    diagonal, modifiers = checks.modifiers(Q, k_shape, causal, q_offset, kv_offset, *modifiers)
     scale = checks.softmax_scale(scale, q_shape[3])
     kv_lo, kv_hi = checks.key_range(kv_lo, kv_hi, k_shape[2])
     checks.precision_name(precision)
     checks.path_name(path, Q)
     checks.no_gradient(function, Q=Q, K=K, V=V, dO=dO, out=out, rowmax=rowmax)
-    return causal, scale, precision, diagonal, kv_lo, kv_hi
+    return (causal, scale, precision, diagonal, kv_lo, kv_hi), modifiers

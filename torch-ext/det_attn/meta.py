@@ -15,18 +15,18 @@ def _rows(x, kind, scale, precision):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rowmax"))
-def _rowmax(q, k, causal, scale, precision, diagonal, kv_lo, kv_hi, path):
+def _rowmax(q, k, *call):
     return q.new_empty(q.shape[:3], dtype=torch.float64)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("accumulate"))
-def _accumulate(q, k, v, rowmax, causal, scale, precision, diagonal, kv_lo, kv_hi, path):
+def _accumulate(q, *call):
     num = q.new_empty((*q.shape, DIGITS), dtype=torch.int64)
     return num, q.new_empty(q.shape[:3], dtype=torch.int64)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("finalize"))
-def _finalize(num, den, precision, out_dtype):
+def _finalize(num, den, precision, out_dtype, dropout_p):
     return num.new_empty(num.shape[:-1], dtype=out_dtype)
 
 
@@ -39,7 +39,7 @@ def _like(x, dtype):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("forward"))
-def _forward(q, k, v, causal, scale, precision, diagonal, kv_lo, kv_hi, out_dtype, path):
+def _forward(q, k, v, causal, scale, precision, diagonal, kv_lo, kv_hi, out_dtype, *modifiers_path):
     rows_shape = q.shape[:3]
     return (
         _like(q, out_dtype),
@@ -49,7 +49,7 @@ def _forward(q, k, v, causal, scale, precision, diagonal, kv_lo, kv_hi, out_dtyp
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grad_reference"))
-def _grad_reference(grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi, path):
+def _grad_reference(grad, q, k, *call):
     a = q.new_empty(q.shape[:3], dtype=torch.int32)
     return a, k.new_empty(k.shape[:3], dtype=torch.int32), k.new_empty(k.shape[:3], dtype=torch.int32)
 
@@ -57,7 +57,7 @@ def _grad_reference(grad, q, k, v, out, rowmax, den, causal, scale, precision, d
 @torch.library.register_fake(add_op_namespace_prefix("grad_accumulate"))
 def _grad_accumulate(
     grad, q, k, v, out, rowmax, den, a, b, c, causal, scale, precision, diagonal, kv_lo, kv_hi, need_q, need_k, need_v,
-    path,
+    *modifiers_path,
 ):  # fmt: skip
     return tuple(
         x.new_empty((*x.shape, GRADIENT_DIGITS) if needed else (0,), dtype=torch.int64)
@@ -72,8 +72,9 @@ def _grad_finalize(sums, reference, scale, precision, out_dtype):
 
 @torch.library.register_fake(add_op_namespace_prefix("backward"))
 def _backward(
-    grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi, need_q, need_k, need_v, path
-):
+    grad, q, k, v, out, rowmax, den, causal, scale, precision, diagonal, kv_lo, kv_hi, need_q, need_k, need_v,
+    *modifiers_path,
+):  # fmt: skip
     return tuple(
         _like(x, x.dtype) if needed else x.new_empty((0,)) for x, needed in ((q, need_q), (k, need_k), (v, need_v))
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import checks
 from ._ops import ops
-from .gradients import Narrow, refuse_twice
+from .gradients import Narrow, joined, refuse_twice, split
 
 
 def det_attn_sharded(
@@ -25,6 +25,13 @@ def det_attn_sharded(
     *,
     precision: str = "highest",
     q_offset: Optional[int] = None,
+    attn_bias: Optional[Tensor] = None,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    key_ranges: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
     out_dtype: torch.dtype = torch.float32,
     path: str = "auto",
 ) -> Tensor:
@@ -45,44 +52,46 @@ def det_attn_sharded(
     checks.values(V, K)
     shards = checks.key_splits(kv_splits, k_shape[2])
     checks.output_dtype(out_dtype)
-    diagonal = checks.diagonal(causal, q_offset, 0, q_shape[2], k_shape[2])
+    diagonal, modifiers = checks.modifiers(
+        Q, k_shape, causal, q_offset, 0, attn_bias, window, softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed
+    )
     scale = checks.softmax_scale(scale, q_shape[3])
     checks.precision_name(precision)
     checks.path_name(path, Q)
     call = (causal, scale, precision, diagonal)
     if torch.is_grad_enabled() and (Q.requires_grad or K.requires_grad or V.requires_grad):
-        out = _Sharded.apply(Q, K, V, call, shards, path)
+        out = _Sharded.apply(Q, K, V, call, shards, modifiers, path)
         return out if out_dtype is torch.float32 else Narrow.apply(out, out_dtype)
-    return _forward(Q, K, V, call, shards, out_dtype, path)[0]
+    return _forward(Q, K, V, call, shards, modifiers, out_dtype, path)[0]
 
 
-def _forward(Q, K, V, call, shards, out_dtype, path):
+def _forward(Q, K, V, call, shards, modifiers, out_dtype, path):
     """out, and what the backward pass needs beside it: rowmax and DEN over all keys."""
     maximum = None
     for kv_lo, kv_hi in shards:
-        shard = ops.rowmax.default(Q, K, *call, kv_lo, kv_hi, path)
+        shard = ops.rowmax.default(Q, K, *call, kv_lo, kv_hi, *modifiers.of_scores, path)
         maximum = shard if maximum is None else torch.maximum(maximum, shard)
 
     num, den = None, None
     for kv_lo, kv_hi in shards:
-        shard_num, shard_den = ops.accumulate.default(Q, K, V, maximum, *call, kv_lo, kv_hi, path)
+        shard_num, shard_den = ops.accumulate.default(Q, K, V, maximum, *call, kv_lo, kv_hi, *modifiers, path)
         num = shard_num if num is None else num.add_(shard_num)  # in place: NUM is the largest tensor here
         den = shard_den if den is None else den.add_(shard_den)
 
-    return ops.finalize.default(num, den, call[2], out_dtype), maximum, den
+    return ops.finalize.default(num, den, call[2], out_dtype, modifiers.dropout_p), maximum, den
 
 
-def _backward(dO, Q, K, V, out, rowmax, den, call, shards, need, path):
+def _backward(dO, Q, K, V, out, rowmax, den, call, shards, need, modifiers, path):
     """dQ, dK, dV; None where not needed."""
     given = (dO, Q, K, V, out, rowmax, den)
     references = None
     for kv_lo, kv_hi in shards:
-        shard = ops.grad_reference.default(*given, *call, kv_lo, kv_hi, path)
+        shard = ops.grad_reference.default(*given, *call, kv_lo, kv_hi, *modifiers, path)
         references = shard if references is None else tuple(map(torch.maximum, references, shard))
 
     sums = None
     for kv_lo, kv_hi in shards:
-        shard = ops.grad_accumulate.default(*given, *references, *call, kv_lo, kv_hi, *need, path)
+        shard = ops.grad_accumulate.default(*given, *references, *call, kv_lo, kv_hi, *need, *modifiers, path)
         sums = shard if sums is None else tuple(a.add_(b) for a, b in zip(sums, shard))
 
     _, scale, precision, _ = call
@@ -94,21 +103,23 @@ def _backward(dO, Q, K, V, out, rowmax, den, call, shards, need, path):
 
 class _Sharded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, Q, K, V, call, shards, path):
-        out, rowmax, den = _forward(Q, K, V, call, shards, torch.float32, path)
-        ctx.save_for_backward(Q, K, V, out, rowmax, den)
+    def forward(ctx, Q, K, V, call, shards, modifiers, path):
+        out, rowmax, den = _forward(Q, K, V, call, shards, modifiers, torch.float32, path)
+        tensors, ctx.modifiers = split(modifiers)
+        ctx.save_for_backward(Q, K, V, out, rowmax, den, *tensors)
         ctx.call, ctx.shards, ctx.path = call, shards, path
         return out
 
     @staticmethod
     def backward(ctx, dO):
-        Q, K, V, *state = ctx.saved_tensors
+        Q, K, V, out, rowmax, den, *tensors = ctx.saved_tensors
+        modifiers = joined(tensors, ctx.modifiers)
         need = ctx.needs_input_grad[:3]
         with torch.no_grad():
-            found = _backward(dO, Q, K, V, *state, ctx.call, ctx.shards, need, ctx.path)
+            found = _backward(dO, Q, K, V, out, rowmax, den, ctx.call, ctx.shards, need, modifiers, ctx.path)
         if torch.is_grad_enabled():  # create_graph=True
             found = tuple(x if x is None else _Once.apply(x, dO, Q, K, V) for x in found)
-        return (*found, None, None, None)
+        return (*found, None, None, None, None)
 
 
 class _Once(torch.autograd.Function):

@@ -52,6 +52,11 @@ def rowmax(
     precision: str = "highest",
     q_offset: Optional[int] = None,
     kv_offset: int = 0,
+    attn_bias: Optional[Tensor] = None,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    key_ranges: Optional[Tensor] = None,
     path: str = "auto",
 ) -> Tensor:
     """Maximum of each query's scores over the keys K[:, :, kv_lo:kv_hi] (contract sections 2, 3).
@@ -64,7 +69,10 @@ def rowmax(
         kv_lo, kv_hi: rows of the K passed, 0 <= kv_lo <= kv_hi <= Skv; kv_hi None is Skv.
         precision: "highest" or "high".
         q_offset: global index of query 0; None is Skv - Sq of the K passed. torch's is_causal is q_offset=0.
-        kv_offset: global index of row 0 of the K passed, where a shard has its own K. With causal it needs a q_offset.
+        kv_offset: global index of row 0 of the K passed, where a shard has its own K. With causal, window, alibi_slopes
+            or dropout_p it needs a q_offset.
+        attn_bias, window, softcap, alibi_slopes, key_ranges: those of `det_attn`; a bias and ranges are of the K
+            passed, [.., Skv] and local.
         path: "auto", "reference", "mma" or "wgmma": which kernels run. The bytes are the same.
 
     Returns:
@@ -76,13 +84,15 @@ def rowmax(
         NotImplementedError: an input requires grad and grad mode is on.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
-    diagonal = checks.diagonal(causal, q_offset, kv_offset, q_shape[2], k_shape[2])
+    diagonal, modifiers = checks.modifiers(
+        Q, k_shape, causal, q_offset, kv_offset, attn_bias, window, softcap, alibi_slopes, key_ranges
+    )
     scale = checks.softmax_scale(scale, q_shape[3])
     kv_lo, kv_hi = checks.key_range(kv_lo, kv_hi, k_shape[2])
     checks.precision_name(precision)
     checks.path_name(path, Q)
     checks.no_gradient("rowmax", Q=Q, K=K)
-    return ops.rowmax.default(Q, K, causal, scale, precision, diagonal, kv_lo, kv_hi, path)
+    return ops.rowmax.default(Q, K, causal, scale, precision, diagonal, kv_lo, kv_hi, *modifiers.of_scores, path)
 
 
 def accumulate(
@@ -98,6 +108,16 @@ def accumulate(
     precision: str = "highest",
     q_offset: Optional[int] = None,
     kv_offset: int = 0,
+    attn_bias: Optional[Tensor] = None,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    key_ranges: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_head: int = 0,
+    dropout_rows: Optional[Tensor] = None,
+    dropout_keys: Optional[Tensor] = None,
     path: str = "auto",
 ) -> Tuple[Tensor, Tensor]:
     """Exact sums of weights, and of weights times values, over the keys [kv_lo, kv_hi) (contract sections 4, 5, 7).
@@ -105,6 +125,10 @@ def accumulate(
     Args:
         V: [B, Hkv, Skv, D], K's shape, dtype and device.
         rowmax: float64 [B, Hq, Sq], the maximum over *all* keys of the softmax, not of this shard alone.
+        dropout_p, dropout_seed: those of `det_attn`. Query i is i + q_offset to it, key j is j + kv_offset, head h is
+            h + dropout_head, batch b is b; where these do not follow one another,
+        dropout_rows: int64 [B, Sq], contiguous, holds batch * 2^32 + index of each query, and
+        dropout_keys: int64 [Skv], contiguous, the index of each key.
         The others are those of `rowmax`, and must have the same values.
 
     Returns:
@@ -119,13 +143,17 @@ def accumulate(
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)
     checks.row_maxima(rowmax, Q, q_shape)
-    diagonal = checks.diagonal(causal, q_offset, kv_offset, q_shape[2], k_shape[2])
+    diagonal, modifiers = checks.modifiers(
+        Q, k_shape, causal, q_offset, kv_offset, attn_bias, window, softcap, alibi_slopes, key_ranges, dropout_p,
+        dropout_seed, dropout_head, dropout_rows, dropout_keys,
+    )  # fmt: skip
     scale = checks.softmax_scale(scale, q_shape[3])
     kv_lo, kv_hi = checks.key_range(kv_lo, kv_hi, k_shape[2])
     checks.precision_name(precision)
     checks.path_name(path, Q)
     checks.no_gradient("accumulate", Q=Q, K=K, V=V, rowmax=rowmax)
-    return ops.accumulate.default(Q, K, V, rowmax, causal, scale, precision, diagonal, kv_lo, kv_hi, path)
+    call = (causal, scale, precision, diagonal, kv_lo, kv_hi)
+    return ops.accumulate.default(Q, K, V, rowmax, *call, *modifiers, path)
 
 
 def finalize(
@@ -134,6 +162,7 @@ def finalize(
     shape: Optional[Sequence[int]] = None,
     *,
     precision: str = "highest",
+    dropout_p: float = 0.0,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The output from the sums over all keys: one division, rounded once (contract section 6).
@@ -142,7 +171,7 @@ def finalize(
         NUM: int64 [..., D, 12], the sum of the shards' NUM; the digits need not be normalised.
         DEN: int64 [...], the sum of the shards' DEN.
         shape: the output shape you expect, checked against NUM.shape[:-1]; None skips the check.
-        precision: the one given to accumulate.
+        precision, dropout_p: those given to accumulate.
         out_dtype: torch.float32, or torch.bfloat16 or torch.float16 by one further rounding.
 
     Returns:
@@ -154,4 +183,5 @@ def finalize(
     checks.sums(NUM, DEN, shape)
     checks.precision_name(precision)
     checks.output_dtype(out_dtype)
-    return ops.finalize.default(NUM, DEN, precision, out_dtype)
+    dropout_p = checks.dropout_probability(dropout_p)
+    return ops.finalize.default(NUM, DEN, precision, out_dtype, dropout_p)
