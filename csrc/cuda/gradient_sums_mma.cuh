@@ -15,7 +15,8 @@ constexpr int kTermPlanes = 3;
 static_assert(kQueryGradientBits <= 23 && kKeyGradientBits <= 23, "signed terms must fit three bytes and that repair");
 static_assert(kValueGradientBits <= 23, "unsigned terms up to 2^G must fit three bytes");
 
-template <int V_PLANES, int DIMS>
+// FETCHES steps of pairs are on their way from memory at a time: two where shared memory has room for them.
+template <int V_PLANES, int DIMS, int FETCHES>
 struct GradientTile {
   static constexpr int kFactorPlanes = V_PLANES, kDims = DIMS;
   static constexpr int kPositions = kTermPlanes + V_PLANES - 1;
@@ -30,11 +31,12 @@ struct GradientTile {
   static constexpr int kFactorPlaneBytes = kBlocksK * kFactorBlockBytes;
   static constexpr int kFactorBytes = V_PLANES * kFactorPlaneBytes;
   static constexpr int kFetchBytes = kRows * kStep * 4;
-  static constexpr int kFetchAt = 2 * (kTermBytes + kFactorBytes), kExponentsAt = kFetchAt + kFetchBytes;
-  static constexpr int kShiftsAt = kExponentsAt + 2 * kStep * 4;
+  static constexpr int kFetches = FETCHES, kExponents = 2 * FETCHES;  // a slow warp may still read the step before
+  static constexpr int kFetchAt = 2 * (kTermBytes + kFactorBytes), kExponentsAt = kFetchAt + FETCHES * kFetchBytes;
+  static constexpr int kShiftsAt = kExponentsAt + kExponents * kStep * 4;
   static constexpr int kSharedBytes = kShiftsAt + kRows * 4;
 };
-static_assert(GradientTile<3, 128>::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
+static_assert(GradientTile<3, 128, 1>::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
 
 // A position takes at most 3 products an inner row, each at most 255 * 255, in an int32.
 constexpr int64_t kMostInnerRows = 8192;
@@ -135,13 +137,22 @@ struct GradientSums {
     return inner;
   }
 
-  // Brings the thread's own 4 x 4 pairs and the exponents of the step's inner rows.
-  __device__ __forceinline__ void fetch(int inner, int parity) const {
+  __device__ __forceinline__ int next_of(int inner) const {
+    return inner < work.inner_end ? next_step(inner + Tile::kStep) : inner;
+  }
+
+  // Brings the thread's own 4 x 4 pairs and the exponents of the inner rows of step number `step`, if it is one.
+  __device__ __forceinline__ void fetch(int inner, int step) const {
+    if (inner < work.inner_end) fetch_step(inner, step);
+    commit_copies();
+  }
+  __device__ __forceinline__ void fetch_step(int inner, int step) const {
     const int of_sum = work.row + block_m * 32, of_inner = inner + block_k * 32;
     const int row = OF_QUERY ? of_sum : of_inner, key = OF_QUERY ? of_inner : of_sum;
     const float4* from = (job.of_p ? args.pairs.p : args.pairs.ds) + args.pairs.block(args.strip, work.head, row, key) +
                          j * 4 * kWarpSize + lane;
-    float4* to = reinterpret_cast<float4*>(shared + Tile::kFetchAt) + threadIdx.x;
+    float4* to = reinterpret_cast<float4*>(shared + Tile::kFetchAt + step % Tile::kFetches * Tile::kFetchBytes) +
+                 threadIdx.x;
     if (is_kept(row, key)) {
 #pragma unroll
       for (int mh = 0; mh < 4; ++mh)
@@ -152,49 +163,97 @@ struct GradientSums {
     }
     if (threadIdx.x < Tile::kStep / 4) {
       const int64_t inner_pad = OF_QUERY ? args.shape.keys_pad : args.shape.rows_pad;
-      copy_async16(shared_address(shared + Tile::kExponentsAt + parity * Tile::kStep * 4 + threadIdx.x * 16),
+      copy_async16(shared_address(shared + Tile::kExponentsAt + step % Tile::kExponents * Tile::kStep * 4) +
+                       threadIdx.x * 16,
                    job.exponent + work.head * inner_pad + inner + threadIdx.x * 4);
     }
-    commit_copies();
+  }
+
+  // The thread's terms: t[row of the sums / 8][inner row / 8] from x[query row / 8][key / 8].
+  __device__ __forceinline__ void terms_of(const float (&x)[4][4], const int (&exponent)[4], const int (&shift)[4],
+                                           int32_t (&t)[4][4]) const {
+    const float limit = static_cast<float>(1 << job.bits);
+    int least = INT32_MAX, most = INT32_MIN, lowest = INT32_MAX, highest = INT32_MIN;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      least = min(least, shift[i]), most = max(most, shift[i]);
+      lowest = min(lowest, exponent[i]), highest = max(highest, exponent[i]);
+    }
+    // Ordinary numbers: every power of two below is a float32, so one product scales exactly; see quick_term().
+    if (least >= -60 && most <= 60 && lowest >= -60 && highest <= 60) {
+      float of_row[4], of_inner[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        of_row[i] = __uint_as_float(static_cast<uint32_t>(shift[i] + 127) << 23);
+        of_inner[i] = __uint_as_float(static_cast<uint32_t>(exponent[i] + 127) << 23);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float y = mul_f32(OF_QUERY ? x[i][k] : x[k][i], mul_f32(of_row[i], of_inner[k]));
+          t[i][k] = __float2int_rn(fmaxf(fminf(y, limit), -limit));
+        }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int32_t term = quick_term(OF_QUERY ? x[i][k] : x[k][i], exponent[k] + shift[i], limit);
+        t[i][k] = shift[i] == kNoTerms ? 0 : term;
+      }
   }
 
   // Terms of the fetched pairs into a stage, as byte planes. Returns whether the fourth plane matters.
-  __device__ __forceinline__ bool round_terms(int stage) {
-    const float limit = static_cast<float>(1 << job.bits);
-    const float* fetched = reinterpret_cast<const float*>(shared + Tile::kFetchAt) + threadIdx.x * 4;
-    const int* exponents = reinterpret_cast<const int*>(shared + Tile::kExponentsAt) + stage * Tile::kStep +
-                           block_k * 32 + (OF_QUERY ? 2 * (lane % 4) + j : lane / 4);
-    uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kRows * 32;
-    uint32_t over = 0, over_words[4];
-    const auto place = [&](int i) {  // of the word of the sums' row i
-      const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4, row = row_in_tile(i);
-      return (row >> 3) * 256 + (word >> 2) * 128 + (row & 7) * 16 + (word & 3) * 4;
-    };
+  __device__ __forceinline__ bool round_terms(int step) {
+    const int stage = step & 1;
+    const float4* fetched = reinterpret_cast<const float4*>(shared + Tile::kFetchAt +
+                                                            step % Tile::kFetches * Tile::kFetchBytes) + threadIdx.x;
+    const int* exponents = reinterpret_cast<const int*>(shared + Tile::kExponentsAt) +
+                           step % Tile::kExponents * Tile::kStep + block_k * 32 +
+                           (OF_QUERY ? 2 * (lane % 4) + j : lane / 4);
+    float x[4][4];  // [row / 8][key / 8]
+    int exponent[4], shift[4];
+    int32_t t[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t t[4], planes[4];
-      const int shift = shifts()[row_in_tile(i)];
-      over_words[i] = 0;
+      const float4 four = fetched[i * Tile::kThreads];
+      x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+      exponent[i] = exponents[8 * i];
+      shift[i] = shifts()[row_in_tile(i)];
+    }
+    terms_of(x, exponent, shift, t);
+
+    const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4;
+    uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kRows * 32 + (row_in_tile(0) >> 3) * 256 +
+                        (word >> 2) * 128 + (row_in_tile(0) & 7) * 16 + (word & 3) * 4;  // of row i: 256 * i further
+    int32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[4], planes[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float x = fetched[(OF_QUERY ? i : k) * Tile::kThreads * 4 + (OF_QUERY ? k : i)];
-        t[k] = static_cast<uint32_t>(
-            shift == kNoTerms ? 0 : quick_term(x, exponents[8 * k] + shift, limit));
-        if (SIGNED) over_words[i] |= (t[k] == 1u << 23 ? 0x80u : 0u) << (8 * k);
+        words[k] = static_cast<uint32_t>(t[i][k]);
+        if (SIGNED) top = max(top, t[i][k]);
       }
-      over |= over_words[i];
-      byte_planes(t, planes);
+      byte_planes(words, planes);
 #pragma unroll
       for (int p = 0; p < kTermPlanes; ++p)
-        *reinterpret_cast<uint32_t*>(to + p * Tile::kTermPlaneBytes + place(i)) = planes[p];
+        *reinterpret_cast<uint32_t*>(to + p * Tile::kTermPlaneBytes + 256 * i) = planes[p];
     }
-    if (SIGNED && (over != 0 || (dirty >> stage & 1))) {
+    const bool over = SIGNED && top == 1 << 23;
+    if (SIGNED && (over || (dirty >> stage & 1))) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        *reinterpret_cast<uint32_t*>(to + kTermPlanes * Tile::kTermPlaneBytes + place(i)) = over_words[i];
-      dirty = (dirty & ~(1u << stage)) | (over != 0) << stage;
+      for (int i = 0; i < 4; ++i) {
+        uint32_t bytes = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) bytes |= (t[i][k] == 1 << 23 ? 0x80u : 0u) << (8 * k);
+        *reinterpret_cast<uint32_t*>(to + kTermPlanes * Tile::kTermPlaneBytes + 256 * i) = bytes;
+      }
+      dirty = (dirty & ~(1u << stage)) | static_cast<unsigned>(over) << stage;
     }
-    return over != 0;
+    return over;
   }
 
   // The factor's planes of a step into a stage.
@@ -211,7 +270,6 @@ struct GradientSums {
         for (int i = threadIdx.x * 16; i < Tile::kFactorBlockBytes; i += Tile::kThreads * 16)
           copy_async16(to + p * Tile::kFactorPlaneBytes + b * Tile::kFactorBlockBytes + i,
                        from + (p * blocks + b) * block_bytes + i);
-    commit_copies();
   }
 
   template <bool A_SIGNED>
@@ -267,34 +325,39 @@ struct GradientSums {
   }
 
   __device__ __forceinline__ void run() {
-    int inner = next_step(work.inner_begin);
-    if (inner >= work.inner_end) return;
-    copy_factor(inner, 0);
-    fetch(inner, 0);
-    wait_copies<0>();
+    constexpr int kFetches = Tile::kFetches;
+    int inner[kFetches + 2];  // this step and those that follow, as far as their pairs were asked for
+    inner[0] = next_step(work.inner_begin);
+    if (inner[0] >= work.inner_end) return;
+#pragma unroll
+    for (int i = 0; i <= kFetches; ++i) inner[i + 1] = next_of(inner[i]);
+    copy_factor(inner[0], 0);
+#pragma unroll
+    for (int i = 0; i < kFetches; ++i) fetch(inner[i], i);
+    wait_copies<kFetches - 1>();
     __syncthreads();  // the fourth plane is clear, too
     bool over = round_terms(0);
-    int next = next_step(inner + Tile::kStep);
-    if (next < work.inner_end) fetch(next, 1);
-    int stage = 0;
+    fetch(inner[kFetches], kFetches);
 #pragma unroll 1
-    while (inner < work.inner_end) {
-      wait_copies<0>();
+    for (int step = 0; inner[0] < work.inner_end; ++step) {
+      wait_copies<kFetches - 1>();
       const bool any_over = __syncthreads_or(over);  // this step is there, and the one before has been read
       over = false;
-      if (next < work.inner_end) copy_factor(next, stage ^ 1);
-      const int after = next < work.inner_end ? next_step(next + Tile::kStep) : next;
+      if (inner[1] < work.inner_end) copy_factor(inner[1], (step + 1) & 1);
+      commit_copies();
       // A scheduler's two warps do these in opposite order, so that one multiplies while the other rounds.
 #pragma unroll 1
       for (int phase = 0; phase < 2; ++phase) {
         if ((phase == 0) == (warp < 4)) {
-          multiply(stage, any_over);
-        } else if (next < work.inner_end) {
-          over = round_terms(stage ^ 1);
-          if (after < work.inner_end) fetch(after, stage);
+          multiply(step & 1, any_over);
+        } else {
+          if (inner[1] < work.inner_end) over = round_terms(step + 1);
+          fetch(inner[kFetches + 1], step + 1 + kFetches);
         }
       }
-      inner = next, next = after, stage ^= 1;
+#pragma unroll
+      for (int i = 0; i <= kFetches; ++i) inner[i] = inner[i + 1];
+      inner[kFetches + 1] = next_of(inner[kFetches]);
     }
     add_sums();
   }

@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
 
   const int64_t warp_row = work.row + warp_m * kPairBlock;
   const RowState* rows = row_states + warp_m * kPairBlock;
-  int row_max[2][2] = {{kNoTerm, kNoTerm}, {kNoTerm, kNoTerm}};
+  const References& references = args.references;
+  int row_max[2][2] = {};
   PairWarp warp_rows;
 #pragma unroll 1
   for (int t = 0; t < tiles; ++t) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
     {
       int32_t acc[kGroups][2][4][4] = {};
       multiply(2 * t, acc);
-      if (t == 0) warp_rows = pair_warp(rows, lane);
+      if (t == 0) warp_rows = pair_warp<kPairBlock>(rows, lane);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         block_probabilities<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows + 16 * m,
@@ -150,8 +151,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
     }
     int32_t acc[kGroups][2][4][4] = {};
     multiply(2 * t + 1, acc);
+    const bool ordinary = is_ordinary_block(warp_rows, keys, lane);
+    const LaneKeys columns(keys, lane);
     const int64_t block = args.pairs.block(args.strip, work.head, warp_row, key_base);
-    ColumnMaxima maxima;
+    const int64_t first_key = work.head * references.key_stride + key_base;
+    PairMaxima maxima;
+    maxima.clear();
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       if constexpr (WIDE) {
@@ -162,23 +167,33 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
         }
       }
       float ds[4][4];
-      block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, rows + 16 * m, keys, lane, p[m], ds);
-      if (args.references.a != nullptr) maxima.add(rows + 16 * m, keys, lane, p[m], ds, row_max[m]);
+      block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, columns, lane,
+                           p[m], ds);
       if (args.pairs.p != nullptr) {
         keep_block(args.pairs.p + block, m, lane, p[m]);
         keep_block(args.pairs.ds + block, m, lane, ds);
       }
+      if (references.a == nullptr) continue;
+      if (!ordinary || !maxima.add(rows + 16 * m, columns, lane, p[m], ds, row_max[m])) {
+        BlockPairs pairs;
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) pairs.p[n][i] = p[m][n][i], pairs.ds[n][i] = ds[n][i];
+        const int64_t row = warp_row + 16 * m;
+        raise_carefully(pairs, references, rows + 16 * m, keys, work.head * s.rows + row, first_key,
+                        static_cast<int>(min(s.rows - row, static_cast<int64_t>(kPairBlock))), lane);
+      }
     }
-    if (args.references.a != nullptr) maxima.publish(args.references, work.head, key_base, lane);
+    if (references.a != nullptr) maxima.publish(references, first_key, lane);
   }
-  if (args.references.a == nullptr) return;
+  if (references.a == nullptr) return;
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int top = max_over_quad(row_max[m][h]);
       const int64_t row = warp_row + m * 16 + h * 8 + lane / 4;
-      if (lane % 4 == 0 && row < s.rows) raise(args.references.a + work.head * s.rows + row, top);
+      PairMaxima::publish_row(references.a + work.head * s.rows + row, row_max[m][h], row < s.rows, lane);
     }
 }
 

@@ -9,7 +9,10 @@
 namespace det_attn::cuda {
 
 template <class Tile>
-void launch_gradient_sums_tile(const Context& ctx, GradientSumsArgs args) {
+bool launch_gradient_sums_tile(const Context& ctx, GradientSumsArgs args) {
+  int limit = 0;
+  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx.device), "cudaDeviceGetAttribute");
+  if (Tile::kSharedBytes > limit) return false;
   auto kernel = gradient_sums_kernel<Tile>;
   allow_shared(kernel, Tile::kSharedBytes);
   args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;
@@ -20,14 +23,16 @@ void launch_gradient_sums_tile(const Context& ctx, GradientSumsArgs args) {
   const dim3 grid(grid_of(blocks), static_cast<unsigned>(parts), args.job_count);
   kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream_of(ctx)>>>(args);
   check_launch("gradient_sums_kernel");
+  return true;
 }
 
 template <int PLANES>
 void launch_gradient_sums_planes(const Context& ctx, const GradientSumsArgs& args) {
   if (args.shape.value_dims_pad % 128 == 0) {
-    launch_gradient_sums_tile<GradientTile<PLANES, 128>>(ctx, args);
+    if (!launch_gradient_sums_tile<GradientTile<PLANES, 128, 2>>(ctx, args))
+      launch_gradient_sums_tile<GradientTile<PLANES, 128, 1>>(ctx, args);  // 99 KB parts: sm_86, sm_89, sm_120
   } else {
-    launch_gradient_sums_tile<GradientTile<PLANES, 64>>(ctx, args);
+    launch_gradient_sums_tile<GradientTile<PLANES, 64, 2>>(ctx, args);
   }
 }
 
