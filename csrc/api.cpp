@@ -205,10 +205,6 @@ class Call {
 
   const Backend* operator->() const { return backend_; }
 
-  void check_modifiers(const Problem& p) const {
-    STD_TORCH_CHECK(!(device_.is_cpu() && p.modifiers.any()), "det-attn: this modifier is not implemented on the CPU yet");
-  }
-
   Context context;
 
  private:
@@ -264,17 +260,16 @@ Tensor rowmax(const Tensor& q, const Tensor& k, bool causal, double scale, const
   Tensor out = allocate({problem.batch, problem.q_heads, problem.q_len}, ScalarType::Double, q.device());
   if (out.numel() > 0) {
     Call call(q.device(), kernels);
-    call.check_modifiers(problem);
     call->rowmax(call.context, problem, static_cast<double*>(out.mutable_data_ptr()));
   }
   return out;
 }
 
-std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rowmax,
-                                      bool causal, double scale, const std::string& precision, int64_t diagonal,
-                                      int64_t kv_lo, int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path) {
-  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
-  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
+namespace {
+
+// accumulate, or with `raised` accumulate_last, which writes the row maximum over all shards there.
+std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& rowmax, const Problem& problem,
+                                      const std::string& path, Tensor* raised) {
   const Path kernels = parse_path(path);
   const std::vector<int64_t> rows_shape{problem.batch, problem.q_heads, problem.q_len};
   check_shape(rowmax, "rowmax", ScalarType::Double, rows_shape);
@@ -282,14 +277,42 @@ std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Te
   Tensor num = allocate({problem.batch, problem.q_heads, problem.q_len, problem.head_dim, kDigits}, ScalarType::Long,
                         q.device());
   Tensor den = allocate(rows_shape, ScalarType::Long, q.device());
+  if (raised != nullptr) *raised = allocate(rows_shape, ScalarType::Double, q.device());
   if (den.numel() > 0) {
     Call call(q.device(), kernels);
     const Tensor maxima = torch::stable::contiguous(rowmax);
-    call.check_modifiers(problem);
-    call->accumulate(call.context, problem, static_cast<const double*>(maxima.const_data_ptr()),
-                     static_cast<int64_t*>(num.mutable_data_ptr()), static_cast<int64_t*>(den.mutable_data_ptr()));
+    const double* given = static_cast<const double*>(maxima.const_data_ptr());
+    int64_t* digits = static_cast<int64_t*>(num.mutable_data_ptr());
+    int64_t* weights = static_cast<int64_t*>(den.mutable_data_ptr());
+    if (raised == nullptr) {
+      call->accumulate(call.context, problem, given, digits, weights);
+    } else {
+      call->accumulate_last(call.context, problem, given, static_cast<double*>(raised->mutable_data_ptr()), digits,
+                            weights);
+    }
   }
   return {num, den};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rowmax,
+                                      bool causal, double scale, const std::string& precision, int64_t diagonal,
+                                      int64_t kv_lo, int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path) {
+  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
+  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
+  return accumulate(q, rowmax, problem, path, nullptr);
+}
+
+std::tuple<Tensor, Tensor, Tensor> accumulate_last(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   const Tensor& rowmax, bool causal, double scale,
+                                                   const std::string& precision, int64_t diagonal, int64_t kv_lo,
+                                                   int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path) {
+  Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
+  set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
+  Tensor raised;
+  const auto [num, den] = accumulate(q, rowmax, problem, path, &raised);
+  return {num, den, raised};
 }
 
 Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precision, ScalarType out_dtype,
@@ -334,7 +357,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, con
   if (den.numel() > 0) {
     Call call(q.device(), kernels);
     const MutableView view{out.mutable_data_ptr(), out.stride(0), out.stride(1), out.stride(2), dtype};
-    call.check_modifiers(problem);
     call->forward(call.context, problem, view, static_cast<double*>(maxima.mutable_data_ptr()),
                   static_cast<int64_t*>(den.mutable_data_ptr()));
   }
@@ -423,7 +445,6 @@ std::tuple<Tensor, Tensor, Tensor> grad_reference(const Tensor& grad, const Tens
   Tensor c = allocate(keys_shape, ScalarType::Int, q.device());
   if (a.numel() + b.numel() > 0) {
     Call call(q.device(), kernels);
-    call.check_modifiers(gradient.call.problem);
     call->grad_reference(call.context, gradient.call, data_of<int32_t>(a, true), data_of<int32_t>(b, true),
                          data_of<int32_t>(c, true));
   }
@@ -453,7 +474,6 @@ std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Ten
     Call call(q.device(), kernels);
     const Tensor of_q = torch::stable::contiguous(a), of_k = torch::stable::contiguous(b),
                  of_v = torch::stable::contiguous(c);
-    call.check_modifiers(gradient.call.problem);
     call->grad_accumulate(call.context, gradient.call, static_cast<const int32_t*>(of_q.const_data_ptr()),
                           static_cast<const int32_t*>(of_k.const_data_ptr()),
                           static_cast<const int32_t*>(of_v.const_data_ptr()), data_of<int64_t>(dq, need_q),
@@ -500,7 +520,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& q,
   Tensor dq = allocate_gradient(q, need_q), dk = allocate_gradient(k, need_k), dv = allocate_gradient(v, need_v);
   if (dq.numel() + dk.numel() + dv.numel() > 0) {
     Call call(q.device(), kernels);
-    call.check_modifiers(gradient.call.problem);
     call->backward(call.context, gradient.call, gradient_view(dq, need_q, dtype), gradient_view(dk, need_k, dtype),
                    gradient_view(dv, need_v, dtype));
   }

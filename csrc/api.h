@@ -45,6 +45,12 @@ std::tuple<Tensor, Tensor> accumulate(const Tensor& q, const Tensor& k, const Te
                                       bool causal, double scale, const std::string& precision, int64_t diagonal,
                                       int64_t kv_lo, int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path);
 
+// The same for the last shard: rowmax is that of all other shards -> (NUM, DEN, rowmax over all of them).
+std::tuple<Tensor, Tensor, Tensor> accumulate_last(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   const Tensor& rowmax, bool causal, double scale,
+                                                   const std::string& precision, int64_t diagonal, int64_t kv_lo,
+                                                   int64_t kv_hi, DET_MODIFIER_PARAMETERS, const std::string& path);
+
 // num [..., D, 12], den [...] -> out [..., D].
 Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precision, ScalarType out_dtype,
                 double dropout_p);

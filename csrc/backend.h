@@ -62,6 +62,11 @@ struct Backend {
   // The three of them fused, without the sums in memory as a whole. A view without data is not computed.
   void (*backward)(const Context&, const Gradient&, const MutableView& dq, const MutableView& dk,
                    const MutableView& dv);
+
+  // rowmax and accumulate of the last shard in one: `others` is the row maximum over all other shards, `rowmax` becomes
+  // that over all of them. The scores are computed once where a path keeps them.
+  void (*accumulate_last)(const Context&, const Problem&, const double* others, double* rowmax, int64_t* num,
+                          int64_t* den);
 };
 
 const Backend& cpu_backend();

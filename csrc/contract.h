@@ -193,6 +193,9 @@ DET_HD int64_t rowmax_from_public(double m) {
   return static_cast<int64_t>(s > limit ? limit : (s < -limit ? -limit : s));
 }
 
+// Of two shards, in the public form; NaN stays.
+DET_HD double larger_rowmax(double a, double b) { return a != a || a > b ? a : b; }
+
 // ---- Section 4: weights ----------------------------------------------------------------------------------------
 
 constexpr int64_t kZeroWeightDistance = int64_t(1) << 29;  // W = 0 from here on

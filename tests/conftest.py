@@ -1,6 +1,7 @@
 """What every test shares: the kernel, loaded the way a user loads it, the devices, and equality to the last bit.
 
-In: build/ as tools/build.py leaves it. LOCAL_KERNELS points `kernels` at it, so nothing is fetched from the Hub.
+In: build/ as tools/build.py leaves it. LOCAL_KERNELS points `kernels` at it, so nothing is fetched from the Hub; with
+DET_ATTN_PUBLISHED=1 the Hub's build is tested instead.
 """
 
 import os
@@ -12,7 +13,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_ID = "phanerozoic/det-attn"
-os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={ROOT}"
+if os.environ.get("DET_ATTN_PUBLISHED"):  # test what the Hub serves (docs/releasing.md)
+    os.environ.pop("LOCAL_KERNELS", None)
+else:
+    os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={ROOT}"
 HAS_CUDA = torch.cuda.is_available()
 
 # Bits of each dtype as an integer of its size: the only equality under which -0 is not 0 and NaN is itself.

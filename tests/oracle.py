@@ -74,23 +74,33 @@ def scores(q, eq, k, ek, b):
     return np.where(r > 0, right, dot.clip(-limit, limit) << left).clip(-(2**52), 2**52)
 
 
-def attended(q_len, kv_len, causal, kv_lo=0, kv_hi=None, q_offset=None, kv_offset=0):
-    """Mask [Sq, Skv]. kv_lo and kv_hi count rows of the K given; row 0 of it is global key kv_offset."""
+def attended(q_len, kv_len, causal, kv_lo=0, kv_hi=None, q_offset=None, kv_offset=0, window=(-1, -1), ranges=None):
+    """Mask [Sq, Skv], and the place [Sq, 1] of each query among the keys given.
+
+    kv_lo and kv_hi count rows of the K given; row 0 of it is global key kv_offset. ranges [Sq, 2 or 3].
+    """
     i, j = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
     mask = (j >= kv_lo) & (j < (kv_len if kv_hi is None else kv_hi)) & (i >= 0)
-    if causal:
-        offset = kv_len - q_len if q_offset is None else q_offset
-        mask &= j + kv_offset <= i + offset
-    return mask
+    place = i + (kv_len - q_len if q_offset is None else q_offset) - kv_offset
+    if ranges is not None:
+        mask &= (j >= ranges[:, :1]) & (j < ranges[:, 1:2])
+        place = ranges[:, 2:].astype(np.int64) if ranges.shape[1] == 3 else place
+    left, right = window
+    right = 0 if causal else right
+    if left >= 0:
+        mask &= j >= place - left
+    if right >= 0:
+        mask &= j <= place + right
+    return mask, place
 
 
 # -- 3. Row maximum ----------------------------------------------------------------------------------------------
 
 
-def row_maximum(S, mask, q_bad, k_bad):
+def row_maximum(S, mask, q_bad, pair_bad):
     """M int64 [Sq]."""
     M = np.where(mask, S, EMPTY).max(-1, initial=EMPTY)
-    return np.where(q_bad | (mask & k_bad).any(-1), POISONED, M)
+    return np.where(q_bad | pair_bad.any(-1), POISONED, M)
 
 
 def public_rowmax(M):
@@ -172,20 +182,172 @@ def from_digits(num):
 # -- 6 and 7. Output ---------------------------------------------------------------------------------------------
 
 
-def finalize(NUM, DEN, precision="highest"):
+def finalize(NUM, DEN, precision="highest", dropout_p=0.0):
     """out float32 [..., D]."""
     T = BITS[precision][1]
     NUM, DEN = np.asarray(NUM), np.asarray(DEN)
     num = np.ldexp(from_digits(NUM).astype(np.float64), -180)  # float(int) rounds once, to even
     den = DEN.astype(np.float64)[..., None] * 2.0**-T
     with np.errstate(over="ignore", under="ignore"):
-        out = np.divide(num, den, out=np.zeros_like(num), where=(den != 0) & (num != 0)).astype(np.float32)
+        out = np.divide(num, den, out=np.zeros_like(num), where=(den != 0) & (num != 0))
+        out = (out * np.float64(rescale(dropout_p))).astype(np.float32)
     special = NUM[..., 11]
     nan, neg, pos = special >> 42, (special >> 21) & (2**21 - 1), special & (2**21 - 1)
     out = np.where(pos > 0, np.float32(np.inf), out)
     out = np.where(neg > 0, np.float32(-np.inf), out)
     out = np.where((nan > 0) | ((neg > 0) & (pos > 0)), np.float32(np.nan), out)  # numpy's nan is 0x7fc00000
     return out.astype(np.float32)
+
+
+# -- 10. Score modifiers -----------------------------------------------------------------------------------------
+
+TANH = [
+    0xBFE62E42FEFA39EF, 0x3FCEBFBDFF82C598, 0xBFAC6B08D704A0C2, 0x3F83B2AB6FBA1DDA, 0xBF55D87FE78A5276,
+    0x3F2430913096FD9F, 0xBEEFFCBFC670DCD4, 0x3EB62BFD47773353, 0xBE7B524FAE627834, 0x3E3E6063F7217BC6,
+    0xBDFE9D3FE3952179,
+]  # fmt: skip
+TANH = np.array(TANH, np.uint64).view(np.float64)
+TWO_LOG2E = np.array([0x40071547652B82FE], np.uint64).view(np.float64)[0]
+
+
+def two_sum(a, b):
+    """a + b rounded, and what that lost (Knuth)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def halves(x):
+    """x as a sum of two numbers of 26 bits (Veltkamp)."""
+    high = 134217729.0 * x - (134217729.0 * x - x)
+    return high, x - high
+
+
+def fma64(a, b, c):
+    """f64(a * b + c) rounded once, for float64 arrays (Boldo and Melquiond): the product is a * b + low exactly, the two
+    small parts are added with rounding to odd, and the last sum rounds as the exact one does. Nothing may underflow."""
+    (a1, a0), (b1, b0), product = halves(a), halves(b), a * b
+    low = a0 * b0 - (((product - a1 * b1) - a0 * b1) - a1 * b0)
+    high, rest = two_sum(c, low)
+    total, error = two_sum(product, high)
+    odd, lost = two_sum(error, rest)
+    even = (np.asarray(odd).view(np.int64) & 1) == 0
+    return total + np.where((lost != 0) & even, np.nextafter(odd, np.where(lost > 0, np.inf, -np.inf)), odd)
+
+
+def tanh(x):
+    """t of x >= 0."""
+    z = np.minimum(x * TWO_LOG2E, 64.0)
+    n = np.rint(z)
+    f = z - n
+    p = np.full_like(f, TANH[10])
+    for c in TANH[9::-1]:
+        p = fma64(f, p, c)
+    power = np.ldexp(1.0, -n.astype(int))
+    e = fma64(power, f * p, power - 1.0)
+    return -e / (2.0 + e)
+
+
+def to_score(x):
+    """The score of x in true units: an int64 in units of 2^-24, saturated."""
+    return np.rint((x * 2.0**24).clip(-(2.0**52), 2.0**52)).astype(np.int64)
+
+
+def softcap_scores(S, c):
+    with np.errstate(over="ignore", under="ignore"):
+        return np.sign(S) * to_score(c * tanh(np.abs(S).astype(np.float64) * 2.0**-24 / c))
+
+
+def softcap_slope(S, c):
+    """d float32 of capped scores S."""
+    with np.errstate(over="ignore", under="ignore"):
+        t = S.astype(np.float64) * 2.0**-24 / c
+        return np.maximum(fma64(-t, t, np.float64(1)), 0).astype(np.float32)
+
+
+def modify(S, mask, place, softcap, slope, bias):
+    """(S after the modifiers, the mask without the pairs that the bias masks, the poisoned pairs), and the capped S."""
+    capped = S if softcap == 0 else softcap_scores(S, softcap)
+    S, poisoned = capped, np.zeros(S.shape, bool)
+    if slope is not None:
+        poisoned |= not np.isfinite(slope)
+        slope = np.float64(slope) if np.isfinite(slope) else 0.0
+        distance = np.abs(place - np.arange(S.shape[1])[None, :])
+        S = (S + to_score(-(slope * distance.astype(np.float64)))).clip(-(2**52), 2**52)
+    if bias is not None:
+        mask = mask & ~np.isneginf(bias)
+        poisoned = poisoned | ~np.isfinite(bias)
+        S = (S + to_score(np.where(np.isfinite(bias), bias, 0).astype(np.float64))).clip(-(2**52), 2**52)
+    return S, mask, poisoned & mask, capped
+
+
+# -- 11. Dropout -------------------------------------------------------------------------------------------------
+
+
+def philox(counter, seed):
+    """Philox4x32-10: four uint32 words for each counter, [..., 4] of Python-sized uint64 holding 32 bits each."""
+    x, low = [counter[..., k].astype(np.uint64) for k in range(4)], np.uint64(0xFFFFFFFF)
+    key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)]
+    for _ in range(10):
+        a, b = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        x = [(b >> np.uint64(32)) ^ x[1] ^ key[0], b & low, (a >> np.uint64(32)) ^ x[3] ^ key[1], a & low]
+        key = [(key[0] + np.uint64(0x9E3779B9)) & low, (key[1] + np.uint64(0xBB67AE85)) & low]
+    return np.stack(x, -1)
+
+
+def kept(p, seed, rows, head, keys):
+    """Which pairs dropout keeps, [Sq, Skv]. rows int64 [Sq] are batch << 32 | query, keys int64 [Skv]."""
+    counter = np.zeros((len(rows), len(keys), 4), np.uint64)
+    counter[..., 0] = (keys >> 2).astype(np.uint64) & np.uint64(0xFFFFFFFF)
+    counter[..., 1] = (rows & 0xFFFFFFFF)[:, None].astype(np.uint64)
+    counter[..., 2] = head
+    counter[..., 3] = (rows >> 32 & 0xFFFFFFFF)[:, None].astype(np.uint64)
+    words = np.take_along_axis(philox(counter, seed), (keys & 3)[None, :, None].repeat(len(rows), 0), -1)[..., 0]
+    return words.astype(np.float64) >= np.floor(p * 2.0**32)
+
+
+def rescale(p):
+    """r float32."""
+    return np.float32(1 / (1 - p)) if p < 1 else np.float32(0)
+
+
+class Modifiers(NamedTuple):
+    """Section 10 and 11 as numpy arrays; what is None, 0 or (-1, -1) changes nothing."""
+
+    attn_bias: object = None  # bool or float, broadcastable to [B, Hq, Sq, Skv]
+    window: tuple = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: object = None  # [Hq] or [B, Hq]
+    key_ranges: object = None  # [B or 1, Sq, 2 or 3]
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    dropout_head: int = 0
+    dropout_rows: object = None  # [B, Sq]
+    dropout_keys: object = None  # [Skv]
+
+    def bias(self, at, shape):
+        if self.attn_bias is None:
+            return None
+        bias = self.attn_bias
+        bias = bias.detach().cpu() if hasattr(bias, "detach") else bias
+        bias = np.where(np.asarray(bias), 0.0, -np.inf) if str(bias.dtype).endswith("bool") else to_f32(bias)
+        return np.broadcast_to(bias, shape)[at]
+
+    def slope(self, at):
+        slopes = None if self.alibi_slopes is None else to_f32(self.alibi_slopes)
+        return None if slopes is None else slopes[at[1]] if slopes.ndim == 1 else slopes[at]
+
+    def ranges(self, at):
+        return None if self.key_ranges is None else np.asarray(self.key_ranges)[at[0] % len(self.key_ranges)]
+
+    def kept(self, at, q_len, kv_len, q_offset, kv_offset):
+        if self.dropout_p == 0:
+            return np.ones((q_len, kv_len), bool)
+        rows, keys = self.dropout_rows, self.dropout_keys
+        start = kv_len - q_len if q_offset is None else q_offset
+        rows = (at[0] << 32) + (np.arange(q_len) + start & 0xFFFFFFFF) if rows is None else np.asarray(rows)[at[0]]
+        keys = np.arange(kv_len) + kv_offset if keys is None else np.asarray(keys)
+        return kept(self.dropout_p, self.dropout_seed, rows, at[1] + self.dropout_head, keys)
 
 
 # -- The stages over batches and heads ---------------------------------------------------------------------------
@@ -197,47 +359,57 @@ class Pairs(NamedTuple):
     S: np.ndarray
     mask: np.ndarray
     q_bad: np.ndarray
-    k_bad: np.ndarray
+    pair_bad: np.ndarray  # attended, and the key or a modifier is not finite
+    capped: np.ndarray  # S after the softcap alone
+    kept: np.ndarray
 
 
-def _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset):
+def _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, modifiers):
     """((batch, query head, key head), Pairs) for every query head."""
+    modifiers = Modifiers(**modifiers)
     b = BITS[precision][0]
     q, eq = rows(Q, "query", scale, precision)
     k, ek = rows(K, "key", None, precision)
     q_bad, k_bad = eq == BAD_ROW, ek == BAD_ROW
     eq, ek = np.where(q_bad, 0, eq), np.where(k_bad, 0, ek)
-    mask = attended(q.shape[2], k.shape[2], causal, kv_lo, kv_hi, q_offset, kv_offset)
+    size = q.shape[2], k.shape[2]
     group = max(q.shape[1] // max(k.shape[1], 1), 1)
     for batch in range(q.shape[0]):
         for h in range(q.shape[1]):
             at, to = (batch, h), (batch, h // group)
-            yield at, to, Pairs(scores(q[at], eq[at], k[to], ek[to], b), mask, q_bad[at], k_bad[to])
+            ranges = modifiers.ranges(at)
+            mask, place = attended(*size, causal, kv_lo, kv_hi, q_offset, kv_offset, modifiers.window, ranges)
+            S = scores(q[at], eq[at], k[to], ek[to], b)
+            bias = modifiers.bias(at, (*q.shape[:2], *size))
+            S, mask, bad, capped = modify(S, mask, place, modifiers.softcap, modifiers.slope(at), bias)
+            kept_pairs = modifiers.kept(at, *size, q_offset, kv_offset)
+            yield at, to, Pairs(S, mask, q_bad[at], bad | (mask & k_bad[to]), capped, kept_pairs)
 
 
-def rowmax(Q, K, causal=False, scale=None, kv_lo=0, kv_hi=None, *, precision="highest", q_offset=None, kv_offset=0):
+def rowmax(Q, K, causal=False, scale=None, kv_lo=0, kv_hi=None, *, precision="highest", q_offset=None, kv_offset=0,
+           **modifiers):
     """float64 [B, Hq, Sq]."""
     out = np.empty(Q.shape[:3], np.float64)
-    for at, _, pair in _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset):
-        out[at] = public_rowmax(row_maximum(*pair))
+    for at, _, pair in _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, modifiers):
+        out[at] = public_rowmax(row_maximum(*pair[:4]))
     return out
 
 
 def accumulate(Q, K, V, rowmax, causal=False, scale=None, kv_lo=0, kv_hi=None, *, precision="highest", q_offset=None,
-               kv_offset=0):
+               kv_offset=0, **modifiers):
     """(NUM int64 [B, Hq, Sq, D, 12] normalised, DEN int64 [B, Hq, Sq])."""
     b, T = BITS[precision]
     v, ev = rows(V, "value", None, precision)
     M = integer_rowmax(np.asarray(rowmax))
     NUM = np.zeros((*Q.shape, 12), np.int64)
     DEN = np.zeros(Q.shape[:3], np.int64)
-    for at, to, pair in _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset):
+    for at, to, pair in _pairs(Q, K, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, modifiers):
         mask = pair.mask & (M[at] != EMPTY)[:, None]
-        bad = (M[at] == POISONED) | pair.q_bad | (mask & pair.k_bad).any(-1)
+        bad = (M[at] == POISONED) | pair.q_bad | (mask & pair.pair_bad).any(-1)
         mask &= ~bad[:, None]
         W = np.where(mask, weights(np.where(mask, M[at][:, None], 0) - np.where(mask, pair.S, 0), T), 0)
         DEN[at] = W.sum(-1)
-        total, special = exact_sums(W, mask, v[to], ev[to], b, T)
+        total, special = exact_sums(W * pair.kept, mask, v[to], ev[to], b, T)
         NUM[at] = to_digits(total, special + np.where(bad, NAN, 0)[:, None])
     return NUM, DEN
 
@@ -249,11 +421,12 @@ class Forward(NamedTuple):
     DEN: np.ndarray
 
 
-def det_attn(Q, K, V, causal=False, scale=None, *, precision="highest", q_offset=None):
+def det_attn(Q, K, V, causal=False, scale=None, *, precision="highest", q_offset=None, **modifiers):
     """Every boundary of the fused call: Forward(out, rowmax, NUM, DEN)."""
-    m = rowmax(Q, K, causal, scale, precision=precision, q_offset=q_offset)
-    NUM, DEN = accumulate(Q, K, V, m, causal, scale, precision=precision, q_offset=q_offset)
-    return Forward(finalize(NUM, DEN, precision), m, NUM, DEN)
+    how = dict(precision=precision, q_offset=q_offset, **modifiers)
+    m = rowmax(Q, K, causal, scale, **how)
+    NUM, DEN = accumulate(Q, K, V, m, causal, scale, **how)
+    return Forward(finalize(NUM, DEN, precision, modifiers.get("dropout_p", 0.0)), m, NUM, DEN)
 
 
 # -- 8. Gradients ------------------------------------------------------------------------------------------------
@@ -273,14 +446,15 @@ def f32_product(W, r):
     return fma32((W & 0xFFFF).astype(np.float32), r, high)
 
 
-def pair_gradients(W, DEN, v, ev, o, eo, delta, b, T):
-    """p and ds, float32 [Sq, Skv], of one query head. W is 0 where a key is not attended."""
+def pair_gradients(W, DEN, v, ev, o, eo, delta, b, T, kept, r, slope):
+    """p (p~ under dropout) and ds, float32 [Sq, Skv], of one query head. W is 0 where a key is not attended."""
     dot = (o.astype(np.int64) @ v.astype(np.int64).T).astype(np.float32)
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         dP = np.ldexp(dot, eo[:, None] + ev[None, :] - 2 * (b - 1))
         rinv = (2.0**T / DEN.astype(np.float64)).astype(np.float32)
         p = np.where(W > 0, np.ldexp(f32_product(W, np.where(DEN > 0, rinv, 0)[:, None]), -T), np.float32(0))
-        return p, np.where(W > 0, p * (dP - delta[:, None]), np.float32(0))
+        ds = p * (np.where(kept, dP * r, np.float32(0)) - delta[:, None]) * slope
+        return np.where(kept, p * r, np.float32(0)), np.where(W > 0, ds, np.float32(0))
 
 
 def gradient_sum(terms, exponents, integers, reference, b):
@@ -310,10 +484,11 @@ class Gradients(NamedTuple):
     C: np.ndarray
 
 
-def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_offset=None):
+def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_offset=None, **modifiers):
     """Section 8 for the whole call. A row i with a bad pair gives nothing to the sums of others (and is NaN itself)."""
     b, T = BITS[precision]
-    out, m, _, DEN = det_attn(Q, K, V, causal, scale, precision=precision, q_offset=q_offset)
+    out, m, _, DEN = det_attn(Q, K, V, causal, scale, precision=precision, q_offset=q_offset, **modifiers)
+    softcap, r = modifiers.get("softcap", 0.0), rescale(modifiers.get("dropout_p", 0.0))
     M = integer_rowmax(m)
     q, eq = rows(Q, "query", scale, precision)
     k, ek = rows(K, "key", None, precision)
@@ -332,13 +507,14 @@ def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_o
     bad_q, bad_k = np.zeros(shape, bool), np.zeros(keys, bool)
     over_q, over_k = np.zeros(shape, bool), np.zeros(keys, bool)  # a ds beyond float32: dV does not see it
     pairs = {}
-    for at, to, pair in _pairs(Q, K, causal, scale, 0, None, precision, q_offset, 0):
-        bad_pair = pair.mask & ((pair.q_bad | o_bad[at])[:, None] | (pair.k_bad | v_bad[to])[None, :])
+    for at, to, pair in _pairs(Q, K, causal, scale, 0, None, precision, q_offset, 0, modifiers):
+        bad_pair = pair.pair_bad | (pair.mask & ((pair.q_bad | o_bad[at])[:, None] | v_bad[to][None, :]))
         bad_q[at] = bad_pair.any(-1)
         bad_k[to] |= bad_pair.any(0)
         mask = pair.mask & ~bad_q[at][:, None]
         W = np.where(mask, weights(np.where(mask, M[at][:, None] - pair.S, 0), T), 0)
-        p, ds = pair_gradients(W, DEN[at], v[to], ev[to], o[at], eo[at], delta[at], b, T)
+        slope = np.float32(1) if softcap == 0 else softcap_slope(pair.capped, softcap)
+        p, ds = pair_gradients(W, DEN[at], v[to], ev[to], o[at], eo[at], delta[at], b, T, pair.kept, r, slope)
         overflow = ~np.isfinite(ds)
         over_q[at] = overflow.any(-1)
         over_k[to] |= overflow.any(0)

@@ -105,6 +105,25 @@ def test_decode_splits_the_keys(kernel, Sq, heads, family, precision):
     check(kernel, inputs, precision=precision, causal=True)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("block", range(4))
+def test_few_queries_read_keys_and_values_in_place(kernel, block, dtype):
+    """Head dims and strides that whole 16-byte pieces allow, and some that they do not."""
+    for seed in range(50 * block, 50 * block + 50):
+        pick = iter(generators.integers(seed, 9101, (12,), 0, 2**31).tolist())
+
+        def choose(values):
+            return values[next(pick) % len(values)]
+
+        keys, (Sq, heads) = choose(EDGES + LONG + (5000,)), choose(((1, (8, 2)), (16, (1, 1)), (5, (6, 2)), (2, (2, 2))))
+        sizes = dict(family=choose(generators.FAMILIES), B=choose((1, 2)), heads=heads, Sq=Sq, Skv=keys, seed=seed,
+                     D=choose((8, 16, 40, 64, 72, 96, 120, 128, 44)), dtype=dtype)  # fmt: skip
+        lo = next(pick) % (keys + 1)
+        how = dict(causal=choose((False, True)), precision=choose(PRECISIONS), layout=choose(LAYOUTS),
+                   part=(lo, lo + next(pick) % (keys - lo + 1)), q_offset=choose((None, None, 0, keys // 2)))  # fmt: skip
+        check(kernel, make(**sizes), f"seed {seed}: {sizes} {how}:", **how)
+
+
 # ---- Full accumulators -----------------------------------------------------------------------------------------------
 
 
@@ -149,13 +168,15 @@ def test_scores_of_extreme_digits(kernel, D, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("Sq,Skv,D", [(40, 777, 72), (3, 9001, 64), (20, 300, 256)])
-def test_values_of_every_exponent(kernel, Sq, Skv, D, precision):
+@pytest.mark.parametrize("Sq,Skv,D,dtype", [(40, 777, 72, "float32"), (3, 9001, 64, "float32"), (20, 300, 256, "float32"),
+                                            (3, 9001, 64, "bfloat16"), (4, 20001, 128, "bfloat16")])  # fmt: skip
+def test_values_of_every_exponent(kernel, Sq, Skv, D, dtype, precision):
     """Value rows from denormals to the largest float32 in one head, and rows of zeros: every bucket of exponents."""
-    Q, K, V = make("normal", heads=(4, 2), Sq=Sq, Skv=Skv, D=D, seed=23)
+    Q, K, V = (x.float() for x in make("normal", heads=(4, 2), Sq=Sq, Skv=Skv, D=D, dtype=dtype, seed=23))
     exponent = torch.arange(Skv) * 37 % 278 - 150
     V = tensor(generators.scaled(V.numpy(), exponent.reshape(-1, 1).numpy()))
     V[:, :, ::11] = 0
+    Q, K, V = (x.to(getattr(torch, dtype)) for x in (Q, K, V))
     check(kernel, (Q, K, V), precision=precision, part=(1, Skv - 1))
     check(kernel, (Q, K, V), precision=precision, causal=True)
     V[:, 1] = 0  # a head without any value, beside one with all
@@ -187,6 +208,8 @@ DIRTY = [
     (dict(family="normal", Sq=150, Skv=70, D=16), dict(causal=True, q_offset=-60, part=(40, 41))),
     (dict(family="normal", heads=(2, 2), Sq=30, Skv=40, D=130), dict(part=(9, 9))),
     (dict(family="normal", Sq=30, Skv=0, D=64), dict()),
+    (dict(family="special", heads=(6, 2), Sq=3, Skv=3000, D=72, dtype="bfloat16"), dict(causal=True, part=(100, 777))),
+    (dict(family="normal", heads=(6, 2), Sq=1, Skv=0, D=64, dtype="float16"), dict()),
 ]
 
 

@@ -5,6 +5,9 @@ In: the two documents. Out: nothing; an example fails by its own asserts.
 
 import inspect
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -18,16 +21,26 @@ def text_of(name):
 
 
 @pytest.mark.parametrize("name", ["README.md", "CARD.md"])
-def test_every_example_runs(kernel, name):
-    """In order and in one namespace, as a reader would paste them."""
+def test_every_example_runs(kernel, name, tmp_path, monkeypatch):
+    """In order and in one namespace, as a reader would paste them; then the commands that run an example script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     examples = re.findall(r"```python\n(.*?)```", text_of(name), re.DOTALL)
     assert examples
-    namespace = {}
+    namespace, missing = {}, set()
     for number, example in enumerate(examples, 1):
-        exec(compile(example, f"{name}, example {number}", "exec"), namespace)
+        lacking = {p for p in re.findall(r"^(?:from|import) (\w+)", example, re.M) if not find_spec(p)}
+        missing |= lacking
+        if not lacking:
+            exec(compile(example, f"{name}, example {number}", "exec"), namespace)
+    for command in re.findall(r"^python (examples/.*)$", text_of(name), re.M) if "safetensors" not in missing else []:
+        done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    if missing:
+        pytest.skip(f"examples that need {', '.join(sorted(missing))} did not run: not installed")
 
 
-@pytest.mark.parametrize("name", ["README.md", "CARD.md", "docs/contract.md"])
+@pytest.mark.parametrize("name", ["README.md", "CARD.md", "docs/contract.md", "docs/releasing.md"])
 def test_every_file_linked_to_is_there(name):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text_of(name)):
         assert (ROOT / name).parent.joinpath(target).is_file(), target

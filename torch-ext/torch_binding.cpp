@@ -21,6 +21,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "accumulate(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
       "SymInt diagonal, SymInt kv_lo, SymInt kv_hi, " MODIFIERS "str path) -> (Tensor num, Tensor den)");
+  ops.def(
+      "accumulate_last(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
+      "SymInt diagonal, SymInt kv_lo, SymInt kv_hi, " MODIFIERS "str path) -> (Tensor num, Tensor den, Tensor rowmax)");
   ops.def("finalize(Tensor num, Tensor den, str precision, ScalarType out_dtype, float dropout_p) -> Tensor");
   ops.def(
       "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, "
@@ -47,6 +50,7 @@ static void implement(Library& ops) {
   ops.impl("rows", TORCH_BOX(&det_attn::rows));
   ops.impl("rowmax", TORCH_BOX(&det_attn::rowmax));
   ops.impl("accumulate", TORCH_BOX(&det_attn::accumulate));
+  ops.impl("accumulate_last", TORCH_BOX(&det_attn::accumulate_last));
   ops.impl("finalize", TORCH_BOX(&det_attn::finalize));
   ops.impl("forward", TORCH_BOX(&det_attn::forward));
   ops.impl("grad_reference", TORCH_BOX(&det_attn::grad_reference));

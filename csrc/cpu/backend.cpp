@@ -91,6 +91,12 @@ const Backend& cpu_backend() {
       [](const Context&, const Gradient& call, const MutableView& dq, const MutableView& dk, const MutableView& dv) {
         cpu::backward(call, dq, dk, dv);
       },
+      [](const Context&, const Problem& problem, const double* others, double* rowmax, int64_t* num, int64_t* den) {
+        cpu::rowmax(problem, rowmax);
+        const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
+        for (int64_t i = 0; i < rows; ++i) rowmax[i] = larger_rowmax(rowmax[i], others[i]);
+        cpu::accumulate(problem, rowmax, num, den);
+      },
   };
   return backend;
 }

@@ -154,11 +154,11 @@ void mark_bad_pairs(const BackwardPack& pack, const PairWorker& pairs, const Row
   const int64_t query = (block.set - pack.set_lo) * pack.q.padded + block.first;
   const uint8_t* bad_key = pack.key.bad.data() + ((block.set - pack.set_lo) * pack.k.tiles + tile) * kKeyTile;
   for (int r = 0; r < block.rows; ++r) {
-    const PairWorker::Keys keys = pairs.attended(block, r, tile);
-    if (!keys.empty() && pack.query.dead[query + r]) a[r] = kInfinity;
-    for (int j = keys.first; j < keys.last; ++j) {
-      if (!pack.query.bad[query + r] && !bad_key[j]) continue;
-      a[r] = b[j] = c[j] = kInfinity;
+    const double* s = pairs.scores(r);
+    for (int j = 0; j < pairs.columns(); ++j) {
+      if (s[j] == -kInfinity) continue;
+      if (pack.query.dead[query + r]) a[r] = kInfinity;
+      if (pack.query.bad[query + r] || bad_key[j] || s[j] != s[j]) a[r] = b[j] = c[j] = kInfinity;
     }
   }
 }
@@ -183,7 +183,11 @@ void reference_round(const Problem& problem, const BackwardPack& pack, int32_t* 
             pack.query.key_term_unit[query + r], pack.query.value_term_unit[query + r], of_key, of_value);
         of_row[r] = std::max(of_row[r], largest);
       }
-      if (dead || pack.k.has_bad(tile_id) || pack.v.has_bad(tile_id)) {
+      bool bad = dead || pack.k.has_bad(tile_id) || pack.v.has_bad(tile_id);
+      for (int r = 0; r < block.rows && !bad && problem.modifiers.of_scores(); ++r) {
+        bad = kernels.any_nan(pairs.scores(r), pairs.columns());
+      }
+      if (bad) {
         mark_bad_pairs(pack, pairs, block, tile, of_row, of_key, of_value);
       }
       const int64_t key = set * problem.kv_len + tile * kKeyTile;

@@ -172,7 +172,8 @@ void forward_staged(const Problem& problem, const Round& round, const MutableVie
     for (int64_t d = 0; d < problem.head_dim; ++d) {
       const int64_t* digits = num.data() + (i * problem.head_dim + d) * kDigits;
       const double sum = digits_round(digits, 1);
-      const float value = output_of(sum, den[i], digits[kSpecialDigit], problem.precision.weight_bits);
+      const float value = output_of(sum, den[i], digits[kSpecialDigit], problem.precision.weight_bits,
+                                    problem.modifiers.rescale());
       store_element(out.data, offset + d, out.dtype, value);
     }
   }

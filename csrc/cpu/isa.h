@@ -1,5 +1,5 @@
 // The vector kernels of the CPU as one table per instruction set. In: rows and packed panels. Out: score tiles,
-// weights, partial sums. Serves docs/contract.md sections 1, 2, 4, 5, 6, 8; the callers (rows.cpp, *_worker.cpp) hold
+// weights, partial sums. Serves docs/contract.md sections 1, 2, 4, 5, 6, 8, 10, 11; the callers (rows.cpp, *_worker.cpp) hold
 // no SIMD.
 #pragma once
 
@@ -36,6 +36,12 @@ struct PairQuery {
 };
 struct PairKey {
   const double* value_unit;  // 2^ev
+};
+
+// What softcap and dropout change of a row of pairs: d and r (or 0) of sections 10 and 11, one element a column.
+struct PairChange {
+  const float* slope;
+  const float* factor;
 };
 
 struct TileKernels {
@@ -75,15 +81,17 @@ struct TileKernels {
   // digit0/1/2[i] += the 32-bit pieces of x_i * 2^shift, x_i an integer, |x_i| <= 2^53, 0 <= shift < 32.
   void (*flush)(const double* x, int64_t n, int shift, int64_t* digit0, int64_t* digit1, int64_t* digit2);
 
-  // out_i = f32(f64(high_i * 2^16 + low_i) * scale / den), or high_i alone if low is null. den > 0.
-  void (*finish_row)(const double* high, const double* low, int n, double scale, double den, float* out);
+  // out_i = f32(f64(high_i * 2^16 + low_i) * scale / den * rescale), or high_i alone if low is null. den > 0.
+  void (*finish_row)(const double* high, const double* low, int n, double scale, double den, double rescale,
+                     float* out);
 
   // s_j *= row_unit * column_unit_j, powers of two.
   void (*scale_row)(double* s, const double* column_unit, double row_unit, int n);
 
-  // p and ds of a row of pairs from scores and from the exact products o^ v^. n is a multiple of kPanel.
+  // p and ds of a row of pairs from scores and from the exact products o^ v^. n is a multiple of kPanel. change is null
+  // without softcap and dropout.
   void (*pair_terms)(bool query_is_row, const double* s, const double* dot, int n, const PairQuery& query,
-                     const PairKey& key, int weight_bits, float* p, float* ds);
+                     const PairKey& key, const PairChange* change, int weight_bits, float* p, float* ds);
 
   // Magnitudes for the references: returns max_j |ds_j| * key_unit_j, and raises b_j to |ds_j| * query_unit and c_j to
   // p_j * grad_unit. A ds that is not finite counts as infinity. n is a multiple of kPanel.
@@ -98,6 +106,18 @@ struct TileKernels {
 
   // sum_i += x_i, x_i an integer, |x_i| <= 2^53.
   void (*add_integers)(const double* x, int64_t n, int64_t* sum);
+
+  // Section 10 on a row of scores, in its order. A score may be -inf or NaN and stays so.
+  void (*softcap)(double* s, int n, double c);
+  void (*softcap_slopes)(const double* s, int n, double c, float* slope);  // of capped scores
+  // Distances are |ahead - places_j|; places null: |ahead - j|.
+  void (*add_alibi)(double* s, int n, double slope, int64_t ahead, const int32_t* places);
+  // b in true units: s_j <- -inf where b_j is -inf, NaN where it is NaN or +inf.
+  void (*add_bias)(double* s, int n, const double* b);
+  bool (*any_nan)(const double* s, int n);
+
+  // Section 11: counter [4][kKeyTile], of which n columns count -> words [4][kKeyTile].
+  void (*philox)(const uint32_t* counter, int n, const uint32_t* seed, uint32_t* words);
 };
 
 // The kernels for this machine, chosen once; the environment's DET_ATTN_CPU_ISA may name others.

@@ -59,6 +59,7 @@ class PackedKeys {
   // Per key of a tile: its place in the tile in memory order (INT32_MAX where there is no key), ek, ev's bucket.
   const int32_t* index(int64_t id) const { return index_.data() + id * kKeyTile; }
   const int32_t* key_exponents(int64_t id) const { return key_exponent_.data() + id * kKeyTile; }
+  bool is_ordered(int64_t id) const { return !(flags_[id] & kHasOrder); }  // index is 0, 1, 2, ..
   const uint8_t* buckets(int64_t id) const { return bucket_.data() + id * kKeyTile; }
   // Per tile: the largest ek; whether a key is poisoned; whether a value element is not finite.
   int max_key_exponent(int64_t id) const { return max_key_exponent_[id]; }
@@ -67,7 +68,7 @@ class PackedKeys {
   const Bucket& bucket(int64_t head, int number) const { return bucket_table_[(head - head_lo) * kBuckets + number]; }
 
  private:
-  enum Flags : uint8_t { kHasPoisoned = 1, kHasSpecial = 2 };
+  enum Flags : uint8_t { kHasPoisoned = 1, kHasSpecial = 2, kHasOrder = 4 };
 
   void measure_values(const Problem& problem, int64_t heads);
   void choose_buckets(int64_t head);

@@ -18,6 +18,7 @@ PairWorker::PairWorker(const Problem& problem, const BackwardPack& pack, bool qu
     : problem_(problem),
       pack_(pack),
       kernels_(tile_kernels()),
+      modifiers_(problem),
       query_is_row_(query_is_row),
       row_x_(query_is_row ? pack.q : pack.k),
       row_y_(query_is_row ? pack.grad : pack.v),
@@ -120,6 +121,7 @@ bool PairWorker::compute(const RowBlock& block, int64_t tile) {
       exact_scores(row, column, s);
     }
     if (!row_y_.any_order_exact(row)) exact_products(row, column, dot);
+    if (modifiers_.of_scores()) modify(block, r, tile, s);
     if (masked_ && query_is_row_) {
       const Keys keys = attended(block, r, tile);
       kernels_.mask_scores(s, place_, keys.first, keys.last, columns_);
@@ -132,10 +134,49 @@ bool PairWorker::compute(const RowBlock& block, int64_t tile) {
     const PairQuery of_query{q.maximum.data() + query, q.inverse.data() + query, q.delta.data() + query,
                              q.grad_unit.data() + query};
     const PairKey of_key{pack_.key.value_unit.data() + key};
-    kernels_.pair_terms(query_is_row_, s, dot, columns_, of_query, of_key, problem_.precision.weight_bits,
-                        p_ + r * kKeyTile, ds_ + r * kKeyTile);
+    kernels_.pair_terms(query_is_row_, s, dot, columns_, of_query, of_key, change(block, r, tile),
+                        problem_.precision.weight_bits, p_ + r * kKeyTile, ds_ + r * kKeyTile);
   }
   return true;
+}
+
+// ---- Sections 10 and 11: modifiers -----------------------------------------------------------------------------
+
+// A pair of the block's set; row counts the queries of the set.
+Pair PairWorker::pair_of(const RowBlock& block, int64_t row, int64_t key) const {
+  const int64_t group = pack_.queries.heads_per_set, length = pack_.queries.length;
+  const int64_t batch = block.set / pack_.queries.sets_per_batch, head = block.set % pack_.queries.sets_per_batch * group;
+  return {batch, head + row / length, row % length, problem_.mask.kv_lo + key};
+}
+
+// Also sets slope_, which the capped scores alone decide.
+void PairWorker::modify(const RowBlock& block, int r, int64_t tile, double* s) {
+  const int64_t columns = (query_is_row_ ? pack_.keys : pack_.queries).rows() - tile * kKeyTile;
+  const int real = static_cast<int>(std::min<int64_t>(columns, columns_));
+  modifiers_.cap(s, real);
+  if (problem_.modifiers.softcap != 0.0) kernels_.softcap_slopes(s, columns_, problem_.modifiers.softcap, slope_);
+  if (query_is_row_) {
+    modifiers_.shift(s, real, pair_of(block, block.first + r, tile * kKeyTile), nullptr);
+  } else {
+    modifiers_.shift_column(s, real, pair_of(block, 0, block.first + r), tile * kKeyTile);
+  }
+}
+
+const PairChange* PairWorker::change(const RowBlock& block, int r, int64_t tile) {
+  const bool softcap = problem_.modifiers.softcap != 0.0;
+  if (!softcap && !modifiers_.dropout()) return nullptr;
+  if (!softcap) std::fill(slope_, slope_ + columns_, 1.0f);
+  std::fill(factor_, factor_ + columns_, 1.0f);
+  if (modifiers_.dropout()) {
+    const int64_t columns = (query_is_row_ ? pack_.keys : pack_.queries).rows() - tile * kKeyTile;
+    const int real = static_cast<int>(std::min<int64_t>(columns, columns_));
+    if (query_is_row_) {
+      modifiers_.factors(factor_, real, pair_of(block, block.first + r, tile * kKeyTile), nullptr);
+    } else {
+      modifiers_.factor_column(factor_, real, pair_of(block, 0, block.first + r), tile * kKeyTile);
+    }
+  }
+  return &change_;
 }
 
 // ---- Rows beyond float64: the scalar rules ---------------------------------------------------------------------

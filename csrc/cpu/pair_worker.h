@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backward_rows.h"
+#include "modifiers.h"
 
 namespace det_attn {
 namespace cpu {
@@ -51,6 +52,8 @@ class PairWorker {
   int columns() const { return columns_; }  // a multiple of kPanel; p and ds are 0 in padding and unattended pairs
   const float* p(int row) const { return p_ + row * kKeyTile; }
   const float* ds(int row) const { return ds_ + row * kKeyTile; }
+  // After compute(): -inf in pairs that are not attended, NaN in those that a modifier poisons.
+  const double* scores(int row) const { return s_.data() + row * kScoreStride; }
 
   // Query rows: the keys of the tile that the row attends.
   struct Keys {
@@ -62,12 +65,16 @@ class PairWorker {
  private:
   bool begin(const RowBlock& block, int64_t tile);
   bool mask_columns(const RowBlock& block, int64_t tile);
+  void modify(const RowBlock& block, int r, int64_t tile, double* s);
+  const PairChange* change(const RowBlock& block, int r, int64_t tile);
+  Pair pair_of(const RowBlock& block, int64_t row, int64_t key) const;
   void exact_scores(int64_t row, int64_t column, double* s) const;
   void exact_products(int64_t row, int64_t column, double* dot) const;
 
   const Problem& problem_;
   const BackwardPack& pack_;
   const TileKernels& kernels_;
+  RowModifiers modifiers_;
   const bool query_is_row_;
   const PackedRows &row_x_, &row_y_, &column_x_, &column_y_;
   const Buffer<double> &row_unit_, &column_unit_;
@@ -78,6 +85,8 @@ class PairWorker {
 
   Buffer<double> s_, dot_;   // [kRowTile][kScoreStride]
   Buffer<float> own_p_, own_ds_;  // [kRowTile][kKeyTile]
+  float slope_[kKeyTile], factor_[kKeyTile];
+  PairChange change_{slope_, factor_};
   float *p_, *ds_;                // these, or the kept ones
 };
 

@@ -135,6 +135,7 @@ void PackedKeys::order_keys(int64_t id, int keys) {
   for (int j = 0; j < keys; ++j) {
     const int place = start[bucket_of[j]]++;
     index[place] = j;
+    if (place != j) flags_[id] |= kHasOrder;
     bucket[place] = bucket_of[j];
   }
 }

@@ -204,8 +204,8 @@ int64_t weights(const double* s, int n, double m, int weight_bits, double* high,
   const double zero_from = static_cast<double>(kZeroWeightDistance);
   for (int j = 0; j < n; ++j) {
     double x = m - s[j];
+    x = x < zero_from ? x : zero_from;  // a NaN, a poisoned pair, weighs nothing
     x = x > 0.0 ? x : 0.0;
-    x = x < zero_from ? x : zero_from;
     distance[j] = static_cast<uint32_t>(static_cast<int32_t>(x));
   }
   weights_of(distance, n, weight_bits, weight);
@@ -249,12 +249,12 @@ void flush(const double* x, int64_t n, int shift, int64_t* digit0, int64_t* digi
 // ---- Section 6: output -----------------------------------------------------------------------------------------
 
 // high * 2^16 and low are exact, so their sum is the exact integer rounded once.
-void finish_row(const double* high, const double* low, int n, double scale, double den, float* out) {
+void finish_row(const double* high, const double* low, int n, double scale, double den, double rescale, float* out) {
   if (low == nullptr) {
-    for (int i = 0; i < n; ++i) out[i] = static_cast<float>(high[i] * scale / den);
+    for (int i = 0; i < n; ++i) out[i] = static_cast<float>(high[i] * scale / den * rescale);
   } else {
     const double half = static_cast<double>(1 << kHalfBits);
-    for (int i = 0; i < n; ++i) out[i] = static_cast<float>((high[i] * half + low[i]) * scale / den);
+    for (int i = 0; i < n; ++i) out[i] = static_cast<float>((high[i] * half + low[i]) * scale / den * rescale);
   }
 }
 
@@ -264,16 +264,16 @@ void scale_row(double* s, const double* column_unit, double row_unit, int n) {
   for (int j = 0; j < n; ++j) s[j] *= row_unit * column_unit[j];
 }
 
-template <bool kQueryIsRow>
+template <bool kQueryIsRow, bool kChanged>
 inline void pair_terms_of(const double* s, const double* dot, int n, const PairQuery& query, const PairKey& key,
-                          int weight_bits, float* p, float* ds) {
+                          const PairChange* change, int weight_bits, float* p, float* ds) {
   uint32_t distance[kKeyTile];
   uint32_t weight[kKeyTile];
   const double zero_from = static_cast<double>(kZeroWeightDistance);
   for (int j = 0; j < n; ++j) {
     double x = query.maximum[kQueryIsRow ? 0 : j] - s[j];
-    x = x > 0.0 ? x : 0.0;
     x = x < zero_from ? x : zero_from;
+    x = x > 0.0 ? x : 0.0;
     distance[j] = static_cast<uint32_t>(static_cast<int32_t>(x));
   }
   weights_of(distance, n, weight_bits, weight);
@@ -282,19 +282,27 @@ inline void pair_terms_of(const double* s, const double* dot, int n, const PairQ
     const int of_key = kQueryIsRow ? j : 0;
     const float probability = probability_of(weight[j], query.inverse[of_query]);
     const double unit = query.grad_unit[of_query] * key.value_unit[of_key];
-    const float gradient = score_gradient_of(static_cast<float>(dot[j]), unit);
-    const float term = probability * (gradient - query.delta[of_query]);
-    p[j] = probability;
+    float gradient = score_gradient_of(static_cast<float>(dot[j]), unit);
+    if (kChanged) gradient = dropped(gradient, change->factor[j]);
+    float term = probability * (gradient - query.delta[of_query]);
+    if (kChanged) term = term * change->slope[j];
+    p[j] = kChanged ? dropped(probability, change->factor[j]) : probability;
     ds[j] = weight[j] != 0 ? term : 0.0f;
   }
 }
 
 void pair_terms(bool query_is_row, const double* s, const double* dot, int n, const PairQuery& query,
-                const PairKey& key, int weight_bits, float* p, float* ds) {
-  if (query_is_row) {
-    pair_terms_of<true>(s, dot, n, query, key, weight_bits, p, ds);
+                const PairKey& key, const PairChange* change, int weight_bits, float* p, float* ds) {
+  if (change != nullptr) {
+    if (query_is_row) {
+      pair_terms_of<true, true>(s, dot, n, query, key, change, weight_bits, p, ds);
+    } else {
+      pair_terms_of<false, true>(s, dot, n, query, key, change, weight_bits, p, ds);
+    }
+  } else if (query_is_row) {
+    pair_terms_of<true, false>(s, dot, n, query, key, nullptr, weight_bits, p, ds);
   } else {
-    pair_terms_of<false>(s, dot, n, query, key, weight_bits, p, ds);
+    pair_terms_of<false, false>(s, dot, n, query, key, nullptr, weight_bits, p, ds);
   }
 }
 
@@ -334,10 +342,51 @@ void add_integers(const double* x, int64_t n, int64_t* sum) {
   for (int64_t i = 0; i < n; ++i) sum[i] += static_cast<int64_t>(x[i]);
 }
 
+// ---- Sections 10 and 11: modifiers and dropout -----------------------------------------------------------------
+
+// Scores of poisoned pairs may be anything finite here: what they become is not read.
+void softcap(double* s, int n, double c) {
+  for (int j = 0; j < n; ++j) s[j] = softcap_of(s[j], c);
+}
+
+void softcap_slopes(const double* s, int n, double c, float* slope) {
+  for (int j = 0; j < n; ++j) slope[j] = softcap_slope(s[j], c);
+}
+
+void add_alibi(double* s, int n, double slope, int64_t ahead, const int32_t* places) {
+  for (int j = 0; j < n; ++j) {
+    const int64_t distance = ahead - (places == nullptr ? j : places[j]);
+    s[j] = add_score(s[j], alibi_of(slope, __builtin_fabs(static_cast<double>(distance))));
+  }
+}
+
+void add_bias(double* s, int n, const double* b) {
+  for (int j = 0; j < n; ++j) {
+    const double sum = add_score(s[j], score_from(b[j]));
+    const bool poisoned = s[j] != s[j] || b[j] != b[j] || b[j] == __builtin_inf();
+    s[j] = b[j] == -__builtin_inf() ? -__builtin_inf() : (poisoned ? __builtin_nan("") : sum);
+  }
+}
+
+bool any_nan(const double* s, int n) {
+  bool found = false;
+  for (int j = 0; j < n; ++j) found |= s[j] != s[j];
+  return found;
+}
+
+void philox(const uint32_t* counter, int n, const uint32_t* seed, uint32_t* words) {
+  for (int j = 0; j < n; ++j) {
+    uint32_t x[4] = {counter[j], counter[kKeyTile + j], counter[2 * kKeyTile + j], counter[3 * kKeyTile + j]};
+    philox4x32(x, seed[0], seed[1]);
+    for (int w = 0; w < 4; ++w) words[w * kKeyTile + j] = x[w];
+  }
+}
+
 constexpr TileKernels kKernels = {DET_ISA_NAME, load_row,     max_abs,     quantise_row, transpose,   gemm,
                                   round_scores, mask_scores,  mask_columns, row_max,     weights,     flush,
                                   finish_row,   scale_row,    pair_terms,  magnitudes,   short_terms, turn_pairs,
-                                  add_integers};
+                                  add_integers, softcap,     softcap_slopes, add_alibi,  add_bias,    any_nan,
+                                  philox};
 
 }  // namespace
 }  // namespace DET_ISA

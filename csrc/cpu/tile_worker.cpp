@@ -17,6 +17,7 @@ TileWorker::TileWorker(const Problem& problem, const PackedKeys& keys, int max_r
     : problem_(problem),
       keys_(keys),
       kernels_(tile_kernels()),
+      modifiers_(problem),
       split_weights_(problem.precision.weight_bits + problem.precision.operand_bits - 1 + kBudgetBits > 53),
       depth_(keys.depth),
       width_(keys.width),
@@ -41,7 +42,8 @@ void TileWorker::begin(const Unit& unit) {
     const int64_t query = index % problem_.q_len;
     const int64_t q_head = unit.head % problem_.kv_heads * group_ + index / problem_.q_len;
     Row& row = row_[r];
-    row.query = pack_query(problem_, unit.head / problem_.kv_heads, q_head, query, q_.data() + r * depth_);
+    row.at = {unit.head / problem_.kv_heads, q_head, query, problem_.mask.kv_lo};
+    row.query = pack_query(problem_, row.at.batch, q_head, query, q_.data() + r * depth_);
     row.poisoned = row.query.exponent == kPoisonedExponent;
     row.fast_exponent = INT32_MIN;
     if (row.poisoned) {
@@ -49,8 +51,8 @@ void TileWorker::begin(const Unit& unit) {
     } else if (row.query.any_order_exact) {
       row.fast_exponent = fast_sum - row.query.exponent;
     }
-    row.begin = problem_.mask.begin(unit.head / problem_.kv_heads, query) - problem_.mask.kv_lo;
-    row.end = problem_.mask.end(unit.head / problem_.kv_heads, query) - problem_.mask.kv_lo;
+    row.begin = problem_.mask.begin(row.at.batch, query) - problem_.mask.kv_lo;
+    row.end = problem_.mask.end(row.at.batch, query) - problem_.mask.kv_lo;
     row.maximum = -kInfinity;
     row.den = 0;
   }
@@ -99,12 +101,25 @@ void TileWorker::scores(int64_t tile, double* s) {
     } else {
       exact_scores(row_[r], q_.data() + r * depth_, id, keys, row_scores);
     }
+    if (modifiers_.of_scores()) modify(row_[r], tile, row_scores);
     const Keys in = attended(row_[r], tile);
     if (in.first > 0 || in.last < keys || keys < padded) {
       kernels_.mask_scores(row_scores, keys_.index(id), in.first, in.last, padded);
     }
   }
-  if (keys_.has_poisoned(id)) note_poisoned(tile);
+  for (int r = 0; modifiers_.of_scores() && r < unit_.rows; ++r) {
+    row_[r].poisoned |= kernels_.any_nan(s + r * kScoreStride, padded);
+  }
+  if (keys_.has_poisoned(id)) note_poisoned(tile, s);
+}
+
+// The places of a tile's keys, null where they keep the order of memory.
+const int32_t* TileWorker::places(int64_t id) const { return keys_.is_ordered(id) ? nullptr : keys_.index(id); }
+
+void TileWorker::modify(const Row& row, int64_t tile, double* s) {
+  const int keys = static_cast<int>(keys_.tile_keys(tile));
+  modifiers_.cap(s, keys);
+  modifiers_.shift(s, keys, row.first_of(tile), places(keys_.tile_id(unit_.head, tile)));
 }
 
 // The scalar rule, for scores beyond the float64 rounding and for rows whose integer sums may leave 2^53.
@@ -132,11 +147,12 @@ void TileWorker::exact_scores(const Row& row, const double* q, int64_t id, int k
   }
 }
 
-void TileWorker::note_poisoned(int64_t tile) {
+// Section 7: keys with a NaN or an infinity poison the rows that attend them.
+void TileWorker::note_poisoned(int64_t tile, const double* s) {
   const int64_t id = keys_.tile_id(unit_.head, tile);
   for (int j = 0; j < keys_.tile_keys(tile); ++j) {
     if (keys_.key_exponents(id)[j] != kPoisonedExponent) continue;
-    for (int r = 0; r < unit_.rows; ++r) row_[r].poisoned |= attended(row_[r], tile).has(keys_.index(id)[j]);
+    for (int r = 0; r < unit_.rows; ++r) row_[r].poisoned |= s[r * kScoreStride + j] != -kInfinity;
   }
 }
 
@@ -184,7 +200,7 @@ void TileWorker::sums(int64_t first, int64_t last) {
     double* s = score_tile(tile, tiles.first, &cached);
     if (!(tiles.first == cached_first_ && tile < cached_last_)) scores(tile, s);
     if (weigh(tile, s) != 0) add_values(tile);
-    if (keys_.has_special(keys_.tile_id(unit_.head, tile))) count_specials(tile);
+    if (keys_.has_special(keys_.tile_id(unit_.head, tile))) count_specials(tile, s);
   }
 }
 
@@ -205,8 +221,18 @@ int64_t TileWorker::weigh(int64_t tile, const double* s) {
         kernels_.weights(s + r * kScoreStride, padded, row.maximum, problem_.precision.weight_bits, high, low);
     row.den += sum;
     total |= sum;
+    if (sum != 0 && modifiers_.dropout()) drop(row, tile, high, low);
   }
   return total;
+}
+
+// Section 11: the weights that the sums of values go without.
+void TileWorker::drop(const Row& row, int64_t tile, double* high, double* low) {
+  const int keys = static_cast<int>(keys_.tile_keys(tile));
+  float factor[kKeyTile];
+  modifiers_.factors(factor, keys, row.first_of(tile), places(keys_.tile_id(unit_.head, tile)));
+  for (int j = 0; j < keys; ++j) high[j] = factor[j] != 0.0f ? high[j] : 0.0;
+  for (int j = 0; low != nullptr && j < keys; ++j) low[j] = factor[j] != 0.0f ? low[j] : 0.0;
 }
 
 // acc += weights * values, one product for each bucket of value exponents in the tile.
@@ -226,20 +252,22 @@ void TileWorker::add_values(int64_t tile) {
 }
 
 // Section 7: non-finite value elements of attended keys count whatever the weight. Rare, so read from V itself.
-void TileWorker::count_specials(int64_t tile) {
+void TileWorker::count_specials(int64_t tile, const double* s) {
   if (!counted_) std::fill(counts_.data(), counts_.data() + unit_.rows * depth_, 0);
   counted_ = true;
   const View& v = problem_.v;
+  const int32_t* index = keys_.index(keys_.tile_id(unit_.head, tile));
   const int64_t batch = unit_.head / problem_.kv_heads;
   const int64_t head = unit_.head % problem_.kv_heads;
   double values[kMaxHeadDim];
   for (int64_t j = 0; j < keys_.tile_keys(tile); ++j) {
-    const int64_t key = problem_.mask.kv_lo + tile * kKeyTile + j;
+    const int64_t key = problem_.mask.kv_lo + tile * kKeyTile + index[j];
     kernels_.load_row(v.data, row_offset(v, batch, head, key), v.dtype, depth_, values);
     for (int d = 0; d < depth_; ++d) {
       if (is_finite(values[d])) continue;
       for (int r = 0; r < unit_.rows; ++r) {
-        if (attended(row_[r], tile).has(static_cast<int32_t>(j))) counts_[r * depth_ + d] += special_count(special_integer(values[d]));
+        if (s[r * kScoreStride + j] == -kInfinity) continue;
+        counts_[r * depth_ + d] += special_count(special_integer(values[d]));
       }
     }
   }
@@ -301,6 +329,7 @@ void TileWorker::store_out(const MutableView& out) {
   if (!short_sum) flush();
   const int base = keys_.bucket(unit_.head, bucket_).base;
   const double unit = short_sum ? pow2(digit_position(base, problem_.precision) - kUnitExponent) : 1.0;
+  const double rescale = problem_.modifiers.rescale();
   double numerators[kMaxHeadDim];
   float values[kMaxHeadDim];
   for (int r = 0; r < unit_.rows; ++r) {
@@ -312,13 +341,13 @@ void TileWorker::store_out(const MutableView& out) {
       std::fill(values, values + depth_, 0.0f);
     } else if (short_sum) {
       const double* high = acc_.data() + r * width_;
-      kernels_.finish_row(high, split_weights_ ? high + unit_.rows * width_ : nullptr, depth_, unit, den, values);
+      kernels_.finish_row(high, split_weights_ ? high + unit_.rows * width_ : nullptr, depth_, unit, den, rescale, values);
     } else {
       for (int d = 0; d < depth_; ++d) {
         numerators[d] = round_digits(digits_.data() + r * width_ + d, static_cast<int64_t>(max_rows_) * width_,
                                      digit_lo_, digit_hi_);
       }
-      kernels_.finish_row(numerators, nullptr, depth_, 1.0, den, values);
+      kernels_.finish_row(numerators, nullptr, depth_, 1.0, den, rescale, values);
     }
     for (int d = 0; counted_ && !row.poisoned && d < depth_; ++d) {
       const int64_t special = counts_[r * depth_ + d];

@@ -3,6 +3,7 @@
 // Memory is a few tiles, whatever the number of keys.
 #pragma once
 
+#include "modifiers.h"
 #include "packed.h"
 
 namespace det_attn {
@@ -43,27 +44,32 @@ class TileWorker {
  private:
   struct Row {
     QueryRow query;
+    Pair at;             // its place in the problem; key is kv_lo
     int64_t begin, end;  // packed keys [begin, end) are attended
     int fast_exponent;  // key exponents up to this one take the float64 rounding
     bool poisoned;
     double maximum;    // in units of 2^-24; -inf nothing attended
     int64_t den;
+
+    Pair first_of(int64_t tile) const { return {at.batch, at.head, at.query, at.key + tile * kKeyTile}; }
   };
 
   struct Keys {
     int32_t first, last;  // places in the tile, in memory order
-    bool has(int32_t place) const { return place >= first && place < last; }
     bool empty() const { return last <= first; }
   };
   Keys attended(const Row& row, int64_t tile) const;
   Range attended_tiles(int64_t first, int64_t last) const;
   double* score_tile(int64_t tile, int64_t first, bool* cached) const;
   void scores(int64_t tile, double* s);
+  const int32_t* places(int64_t id) const;
+  void modify(const Row& row, int64_t tile, double* s);
+  void drop(const Row& row, int64_t tile, double* high, double* low);
   void exact_scores(const Row& row, const double* q, int64_t id, int keys, double* s) const;
-  void note_poisoned(int64_t tile);
+  void note_poisoned(int64_t tile, const double* s);
   int64_t weigh(int64_t tile, const double* s);
   void add_values(int64_t tile);
-  void count_specials(int64_t tile);
+  void count_specials(int64_t tile, const double* s);
   void flush();
   void clear_sums();
   int64_t* digit(int k) { return digits_.data() + static_cast<int64_t>(k) * max_rows_ * width_; }
@@ -71,6 +77,7 @@ class TileWorker {
   const Problem& problem_;
   const PackedKeys& keys_;
   const TileKernels& kernels_;
+  RowModifiers modifiers_;
   const bool split_weights_;  // `highest`: W in two halves
   const int depth_, width_, max_rows_;
   int64_t group_;

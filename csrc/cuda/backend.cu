@@ -57,6 +57,13 @@ void forward(const Context& ctx, const Problem& problem, const MutableView& out,
   cuda::tensor_core::forward(ctx, engine_of(path), problem, out, rowmax, den);
 }
 
+void accumulate_last(const Context& ctx, const Problem& problem, const double* others, double* rowmax, int64_t* num,
+                     int64_t* den) {
+  const Path path = choose_path(ctx, needs_reference(problem));
+  if (path == Path::kReference) return cuda::reference::accumulate_last(ctx, problem, others, rowmax, num, den);
+  cuda::tensor_core::accumulate_last(ctx, engine_of(path), problem, others, rowmax, num, den);
+}
+
 // The backward pass knows every mask on every path, and no modifiers yet.
 Path choose_backward_path(const Context& ctx, const Problem& problem) {
   if (problem.modifiers.any()) {
@@ -90,7 +97,7 @@ void backward(const Context& ctx, const Gradient& call, const MutableView& dq, c
 
 const Backend& cuda_backend() {
   static const Backend backend{cuda::rows,     rowmax,          accumulate,          cuda::finalize, forward,
-                               grad_reference, grad_accumulate, cuda::grad_finalize, backward};
+                               grad_reference, grad_accumulate, cuda::grad_finalize, backward,       accumulate_last};
   return backend;
 }
 

@@ -3,6 +3,7 @@
 // workspace, the sums kernel turns them into outputs, the next chunk reuses the space.
 #include <algorithm>
 
+#include "direct.cuh"
 #include "paths.h"
 #include "tensor_core.cuh"
 
@@ -10,10 +11,16 @@ namespace det_attn::cuda {
 
 namespace {
 
-void launch_scores(const Context& ctx, Engine engine, const ScoresArgs& args, int64_t tiles, bool given) {
+// The engine for this call: few query rows go straight to their keys and values.
+Engine engine_for(Engine engine, const Problem& p) { return is_direct(p) ? Engine::kDirect : engine; }
+
+void launch_scores(const Context& ctx, Engine engine, const Problem& problem, const ScoresArgs& args, int64_t tiles,
+                   bool given) {
   if (args.shape.keys == 0) return;
   const bool highest = args.shape.planes == 3;
-  if (engine == Engine::kWgmma) {
+  if (engine == Engine::kDirect) {
+    (highest ? launch_scores_direct_highest : launch_scores_direct_high)(ctx, problem, args, tiles, given);
+  } else if (engine == Engine::kWgmma) {
     (highest ? launch_scores_wgmma_highest : launch_scores_wgmma_high)(ctx, args, tiles, given);
   } else {
     (highest ? launch_scores_highest : launch_scores_high)(ctx, args, tiles, given);
@@ -23,13 +30,18 @@ void launch_scores(const Context& ctx, Engine engine, const ScoresArgs& args, in
 // `highest` has seven digit positions: too many for wgmma's accumulators, so its sums stay on mma.sync.
 bool sums_on_wgmma(Engine engine, const Shape& s) { return engine == Engine::kWgmma && s.planes == 2; }
 
-void launch_sums(const Context& ctx, Engine engine, const SumsArgs& args, int64_t tiles) {
+void launch_sums(const Context& ctx, Engine engine, const Problem& problem, const SumsArgs& args, int64_t tiles) {
+  if (engine == Engine::kDirect) {
+    if (args.shape.keys == 0) return;
+    return (args.shape.planes == 3 ? launch_sums_direct_highest : launch_sums_direct_high)(ctx, problem, args, tiles);
+  }
   if (sums_on_wgmma(engine, args.shape)) return launch_sums_wgmma_high(ctx, args, tiles);
   (args.shape.planes == 3 ? launch_sums_highest : launch_sums_high)(ctx, args, tiles);
 }
 
-// Rows of one sums CTA; see SumsTile and SumsWgmmaTile.
+// Rows of one sums CTA; see SumsTile, SumsWgmmaTile and SumsDirectTile.
 int64_t rows_of_sums(Engine engine, const Shape& s) {
+  if (engine == Engine::kDirect) return kBlockRows;
   return sums_on_wgmma(engine, s) || s.value_dims_pad == 64 ? 64 : 32;
 }
 
@@ -51,8 +63,8 @@ Shape shape_of(const Problem& p, Engine engine) {
   s.keys_pad = round_up(s.keys, kKeyPad);
   s.dims = static_cast<int>(p.head_dim);
   s.dims_pad = static_cast<int>(round_up(p.head_dim, kDimPad));
-  if (engine == Engine::kWgmma)
-    s.dims_pad = s.dims_pad <= 64 ? 64 : (s.dims_pad <= 128 ? 128 : 256);  // its k-steps are compiled in
+  if (engine != Engine::kMma)
+    s.dims_pad = s.dims_pad <= 64 ? 64 : (s.dims_pad <= 128 ? 128 : 256);  // the k-steps are compiled in
   s.value_dims_pad = static_cast<int>(p.head_dim <= 64 ? 64 : round_up(p.head_dim, 128));
   s.planes = (p.precision.operand_bits + 7) / 8;
   return s;
@@ -61,30 +73,41 @@ Shape shape_of(const Problem& p, Engine engine) {
 namespace {
 
 // Workspace for what the kernels derive from the inputs, filled; `values` or without those.
-Prepared prepare(const Context& ctx, const Problem& problem, const Shape& s, bool values) {
+Prepared prepare(const Context& ctx, Engine engine, const Problem& problem, const Shape& s, bool values) {
+  const bool direct = engine == Engine::kDirect;  // no planes of keys and values
   Prepared p{};
   p.query = workspace<uint8_t>(ctx, s.heads * s.planes * s.rows_pad * s.dims_pad);
-  p.key = workspace<uint8_t>(ctx, s.heads * s.planes * s.keys_pad * s.dims_pad);
   p.query_exponent = workspace<int32_t>(ctx, s.heads * s.rows_pad);
-  p.key_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
   p.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
   p.row_keys = workspace<int2>(ctx, s.heads * s.rows_pad);
-  if (values) {
+  prepare_queries(ctx, problem, s, p);
+  if (!direct) {
+    p.key = workspace<uint8_t>(ctx, s.heads * s.planes * s.keys_pad * s.dims_pad);
+    p.key_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
+    prepare_keys(ctx, problem, s, p);
+  }
+  if (!values) return p;
+  p.value_range = workspace<int32_t>(ctx, s.heads * 2);
+  p.value_special = workspace<int32_t>(ctx, s.heads);
+  p.special_key = workspace<uint8_t>(ctx, s.heads * s.keys_pad);
+  reset_values(ctx, s, p);
+  if (!direct) {
     p.value = workspace<uint8_t>(ctx, s.heads * s.planes * s.value_dims_pad * s.keys_pad);
     p.value_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
     p.value_shift = workspace<uint8_t>(ctx, s.heads * s.keys_pad);
-    p.value_range = workspace<int32_t>(ctx, s.heads * 2);
-    p.value_special = workspace<int32_t>(ctx, s.heads);
-    p.special_key = workspace<uint8_t>(ctx, s.heads * s.keys_pad);
+    prepare_values(ctx, problem, s, p);
   }
-  prepare_queries(ctx, problem, s, p);
-  prepare_keys(ctx, problem, s, p);
-  if (values) prepare_values(ctx, problem, s, p);
   return p;
 }
 
+// Rows may attend more or fewer keys.
+bool is_uneven(const Mask& m) {
+  return m.left != Mask::kUnlimited || m.right != Mask::kUnlimited || m.ranges != nullptr;
+}
+
 ScoresArgs scores_args(const Problem& p, const Shape& s, const Prepared& prepared) {
-  return ScoresArgs{s, prepared, Distances{nullptr, nullptr, s.keys_pad / kBlockKeys}, 0};
+  return ScoresArgs{s, prepared, Distances{nullptr, nullptr, s.keys_pad / kBlockKeys}, 0,
+                    is_uneven(p.mask) ? kUnevenScoreSlab : kScoreSlab};
 }
 
 // How many row tiles a chunk takes, and into how many parts its keys are split to fill the device.
@@ -94,7 +117,7 @@ struct Plan {
   int64_t split_keys;
 };
 
-Plan plan_of(const Context& ctx, Engine engine, const Shape& s) {
+Plan plan_of(const Context& ctx, Engine engine, const Shape& s, bool uneven) {
   Plan plan;
   plan.tiles = s.heads * (s.rows_pad / kRowPad);
   const int64_t tile_bytes = s.tile_blocks * (s.keys_pad / kBlockKeys) * kBlockBytes;
@@ -105,12 +128,15 @@ Plan plan_of(const Context& ctx, Engine engine, const Shape& s) {
       ceil_div(s.tile_blocks * kBlockRows, rows_of_sums(engine, s)) * std::max<int64_t>(1, s.value_dims_pad / 128);
   const int64_t sms = processors(ctx), ctas = plan.chunk_tiles * per_tile;
   int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
-  if (plan.chunk_tiles < plan.tiles) {  // whole waves of CTAs, where a chunk has at least one
+  const int64_t tiles_per_head = s.rows_pad / kRowPad;
+  if (uneven && plan.chunk_tiles > tiles_per_head) {  // whole heads, whose long and short rows even out
+    plan.chunk_tiles -= plan.chunk_tiles % tiles_per_head;
+  } else if (plan.chunk_tiles < plan.tiles) {  // whole waves of CTAs, where a chunk has at least one
     const int64_t wave = ceil_div(sms, per_tile);
     if (plan.chunk_tiles > wave) plan.chunk_tiles -= plan.chunk_tiles % wave;
   }
   splits = std::max<int64_t>(1, std::min(splits, s.keys / kLeastSplitKeys));
-  plan.split_keys = std::max<int64_t>(kSumKeys, round_up(ceil_div(s.keys, splits), kSumKeys));
+  plan.split_keys = std::max<int64_t>(kKeyPad, round_up(ceil_div(s.keys, splits), kKeyPad));
   plan.splits = static_cast<int>(std::max<int64_t>(1, ceil_div(s.keys, plan.split_keys)));
   return plan;
 }
@@ -124,6 +150,7 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
   scores.distances.block_max = workspace<int64_t>(ctx, blocks * kBlockRows);
   args.distances = scores.distances;
   args.splits = plan.splits;
+  args.into_digits = plan.splits > 1 || args.out.data == nullptr || engine == Engine::kDirect;
   args.split_keys = plan.split_keys;
   const bool into_num = args.out.data == nullptr;
   if (!into_num)
@@ -137,17 +164,17 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
     };
     const int64_t row = row_at(first), rows = row_at(first + tiles) - row;
     scores.first_tile = args.first_tile = first;
-    launch_scores(ctx, engine, scores, tiles, given);
+    launch_scores(ctx, engine, problem, scores, tiles, given);
     if (!into_num) {
       args.digits_row = row;
-      if (plan.splits > 1) {
+      if (args.into_digits) {
         check(cudaMemsetAsync(args.digits, 0, rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)),
               "cudaMemsetAsync");
         check(cudaMemsetAsync(args.den + row, 0, rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
       }
     }
-    launch_sums(ctx, engine, args, tiles);
-    if (!into_num && plan.splits > 1) finalize_rows(ctx, args, row, rows);
+    launch_sums(ctx, engine, problem, args, tiles);
+    if (!into_num && args.into_digits) finalize_rows(ctx, args, row, rows);
   }
 }
 
@@ -166,37 +193,56 @@ SumsArgs sums_args(const Problem& p, const Shape& s, const Prepared& prepared, i
 namespace tensor_core {
 
 void rowmax(const Context& ctx, Engine engine, const Problem& problem, double* rowmax) {
+  engine = engine_for(engine, problem);
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
-  const Prepared prepared = prepare(ctx, problem, s, false);
-  launch_scores(ctx, engine, scores_args(problem, s, prepared), s.heads * (s.rows_pad / kRowPad), false);
+  const Prepared prepared = prepare(ctx, engine, problem, s, false);
+  launch_scores(ctx, engine, problem, scores_args(problem, s, prepared), s.heads * (s.rows_pad / kRowPad), false);
   export_rowmax(ctx, s, prepared, rowmax);
 }
 
-void accumulate(const Context& ctx, Engine engine, const Problem& problem, const double* rowmax, int64_t* num,
-                int64_t* den) {
+namespace {
+
+// The sums under `given` row maxima; with `raised` these are a lower bound, and become the maxima of it and these keys.
+void accumulate(const Context& ctx, Engine engine, const Problem& problem, const double* given, double* raised,
+                int64_t* num, int64_t* den) {
+  engine = engine_for(engine, problem);
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
-  const Prepared prepared = prepare(ctx, problem, s, true);
-  import_rowmax(ctx, s, prepared, rowmax);
+  const Prepared prepared = prepare(ctx, engine, problem, s, true);
+  import_rowmax(ctx, s, prepared, given);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.digits = num;
   check(cudaMemsetAsync(num, 0, s.heads * s.rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)),
         "cudaMemsetAsync");
   check(cudaMemsetAsync(den, 0, s.heads * s.rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
-  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s), true);
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s, is_uneven(problem.mask)), raised == nullptr);
   patch_specials(ctx, problem, args);
   finish_num(ctx, args);
+  if (raised != nullptr) export_rowmax(ctx, s, prepared, raised);
+}
+
+}  // namespace
+
+void accumulate(const Context& ctx, Engine engine, const Problem& problem, const double* rowmax, int64_t* num,
+                int64_t* den) {
+  accumulate(ctx, engine, problem, rowmax, nullptr, num, den);
+}
+
+void accumulate_last(const Context& ctx, Engine engine, const Problem& problem, const double* others, double* rowmax,
+                     int64_t* num, int64_t* den) {
+  accumulate(ctx, engine, problem, others, rowmax, num, den);
 }
 
 void forward(const Context& ctx, Engine engine, const Problem& problem, const MutableView& out, double* rowmax,
              int64_t* den) {
+  engine = engine_for(engine, problem);
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
-  const Prepared prepared = prepare(ctx, problem, s, true);
+  const Prepared prepared = prepare(ctx, engine, problem, s, true);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.out = out;
-  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s), false);
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s, is_uneven(problem.mask)), false);
   patch_specials(ctx, problem, args);
   export_rowmax(ctx, s, prepared, rowmax);
 }

@@ -19,6 +19,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
 __device__ __forceinline__ void copy_async16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
 }
+// 16 bytes of zeros where there is nothing to read.
+__device__ __forceinline__ void copy_async16_or_zero(uint32_t shared, const void* global, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(real ? 16 : 0));
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {

@@ -19,6 +19,7 @@ void grad_finalize(const Context&, const int64_t* sums, const int32_t* reference
 namespace reference {
 void rowmax(const Context&, const Problem&, double* rowmax);
 void accumulate(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void accumulate_last(const Context&, const Problem&, const double* others, double* rowmax, int64_t* num, int64_t* den);
 void forward(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
 void grad_reference(const Context&, const Gradient&, int32_t* a, int32_t* b, int32_t* c);
 void grad_accumulate(const Context&, const Gradient&, const int32_t* a, const int32_t* b, const int32_t* c, int64_t* dq,
@@ -27,11 +28,13 @@ void backward(const Context&, const Gradient&, const MutableView& dq, const Muta
 }  // namespace reference
 
 // Int8 tensor cores. Whose products: the stages around them are the same. kMma is mma.sync, sm_80+; kWgmma takes wgmma
-// where it pays, sm_90a.
-enum class Engine { kMma, kWgmma };
+// where it pays, sm_90a; kDirect is mma.sync on keys and values in place, which forward.cu takes for few query rows.
+enum class Engine { kMma, kWgmma, kDirect };
 namespace tensor_core {
 void rowmax(const Context&, Engine, const Problem&, double* rowmax);
 void accumulate(const Context&, Engine, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
+void accumulate_last(const Context&, Engine, const Problem&, const double* others, double* rowmax, int64_t* num,
+                     int64_t* den);
 void forward(const Context&, Engine, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
 void grad_reference(const Context&, const Gradient&, int32_t* a, int32_t* b, int32_t* c);
 void grad_accumulate(const Context&, const Gradient&, const int32_t* a, const int32_t* b, const int32_t* c, int64_t* dq,

@@ -47,9 +47,8 @@ __device__ __forceinline__ bool is_vector_view(const View& x) {
          x.stride_row % 4 == 0;
 }
 
-// Section 1 for an unscaled row, in float32 alone: the exponent is in the bits of the largest magnitude, and x * 2^n is
-// exact or below 2^-126, where rne gives 0 either way. Two factors, since n reaches 149. Returns the exponent, or
-// kPoisonedExponent with integers 0 if an element is not finite.
+// Section 1 for an unscaled row: the exponent is in the bits of the largest magnitude. Returns it, or kPoisonedExponent
+// with integers 0 if an element is not finite.
 template <int SLOTS>
 __device__ __forceinline__ int quantise_row(const float (&x)[SLOTS], int operand_bits, int32_t (&q)[SLOTS]) {
   int largest = 0;
@@ -58,12 +57,10 @@ __device__ __forceinline__ int quantise_row(const float (&x)[SLOTS], int operand
   largest = __reduce_max_sync(kFullWarp, largest);
   const bool finite = largest < 0x7f800000;
   const int e = (largest >> 23) - 126;
-  const int n = operand_bits - 1 - e;
-  const float first = float_of(static_cast<uint32_t>((n >> 1) + 127) << 23),
-              second = float_of(static_cast<uint32_t>(n - (n >> 1) + 127) << 23);
+  const RowScale scale(e, operand_bits);
   const int limit = (1 << (operand_bits - 1)) - 1;
 #pragma unroll
-  for (int c = 0; c < SLOTS; ++c) q[c] = finite ? min(__float2int_rn(mul_f32(mul_f32(x[c], first), second)), limit) : 0;
+  for (int c = 0; c < SLOTS; ++c) q[c] = finite ? min(scale.round(x[c]), limit) : 0;
   return finite ? e : kPoisonedExponent;
 }
 
@@ -297,9 +294,12 @@ void prepare_keys(const Context& ctx, const Problem& problem, const Shape& s, co
   if (s.keys_pad != 0) launch_row_planes<false>(ctx, problem, s, out);
 }
 
-void prepare_values(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
+void reset_values(const Context& ctx, const Shape& s, const Prepared& out) {
   reset_values_kernel<<<grid_of(ceil_div(s.heads, 256)), 256, 0, stream_of(ctx)>>>(out, s.heads);
   check_launch("reset_values_kernel");
+}
+
+void prepare_values(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
   if (s.keys_pad == 0) return;
   if (s.value_dims_pad <= 128)
     launch_value_planes<4>(ctx, problem, s, out);

@@ -57,6 +57,20 @@ DET_HD int value_slot(int key_in_16) {
 }
 
 #if defined(__CUDACC__)
+// Section 1 for rows that are not scaled, in float32 alone: x * 2^n is exact or below 2^-126, where rne gives 0 either
+// way. Two factors, since n reaches 149.
+struct RowScale {
+  float first, second;
+
+  __device__ __forceinline__ RowScale(int exponent, int operand_bits) {
+    const int n = operand_bits - 1 - exponent;
+    first = float_of(static_cast<uint32_t>((n >> 1) + 127) << 23);
+    second = float_of(static_cast<uint32_t>(n - (n >> 1) + 127) << 23);
+  }
+  // rne(x * 2^n), which may still be 2^(operand_bits - 1).
+  __device__ __forceinline__ int round(float x) const { return __float2int_rn(mul_f32(mul_f32(x, first), second)); }
+};
+
 // Byte p of four integers, in order, as plane p.
 __device__ __forceinline__ void byte_planes(const uint32_t (&w)[4], uint32_t (&planes)[4]) {
   const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);  // bytes 0, 1 interleaved
@@ -70,6 +84,7 @@ __device__ __forceinline__ void byte_planes(const uint32_t (&w)[4], uint32_t (&p
 
 void prepare_queries(const Context&, const Problem&, const Shape&, const Prepared&);
 void prepare_keys(const Context&, const Problem&, const Shape&, const Prepared&);
+void reset_values(const Context&, const Shape&, const Prepared&);  // value_range and value_special, before any values
 void prepare_values(const Context&, const Problem&, const Shape&, const Prepared&);
 
 }  // namespace det_attn::cuda

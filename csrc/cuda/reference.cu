@@ -63,6 +63,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
+__global__ void __launch_bounds__(kThreads) raise_kernel(const double* others, int64_t rows, double* rowmax) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < rows; i += step)
+    rowmax[i] = larger_rowmax(rowmax[i], others[i]);
+}
+
 // ---- Launches --------------------------------------------------------------------------------------------------
 
 // The problem without the keys that no query attends, so they are neither quantised nor read.
@@ -154,6 +160,16 @@ void accumulate(const Context& ctx, const Problem& problem, const double* rowmax
   task.den = den;
   task.num = num;
   launch_sums(ctx, task);
+}
+
+void accumulate_last(const Context& ctx, const Problem& problem, const double* others, double* rowmax, int64_t* num,
+                     int64_t* den) {
+  if (has_no_rows(problem)) return;
+  reference::rowmax(ctx, problem, rowmax);
+  const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
+  raise_kernel<<<stride_blocks(rows, kThreads), kThreads, 0, stream_of(ctx)>>>(others, rows, rowmax);
+  check_launch("raise_kernel");
+  accumulate(ctx, problem, rowmax, num, den);
 }
 
 void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {

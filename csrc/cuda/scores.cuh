@@ -27,6 +27,7 @@ struct ScoresArgs {
   Prepared prepared;
   Distances distances;  // distance == nullptr: row maxima only
   int64_t first_tile;  // row tiles of kRowPad rows, counted over all heads; distances are indexed from here
+  int slab_keys;       // keys one CTA walks with its query planes resident
 };
 
 // ---- from digit groups to the dot product ----

@@ -25,20 +25,21 @@ __device__ __forceinline__ void copy_bytes(uint32_t shared, const uint8_t* globa
   for (int i = threadIdx.x * 16; i < bytes; i += THREADS * 16) copy_async16(shared + i, global + i);
 }
 
-// One product of two planes over the whole inner dimension, for a 32 x 32 warp tile, added into c.
-template <bool A_SIGNED, bool B_SIGNED>
-__device__ __forceinline__ void plane_step(int32_t (&c)[2][4][4], const uint32_t (&a)[2][4],
+// One k-step of a product of two planes, for a warp tile of M * 16 rows x 32 keys, added into c.
+template <bool A_SIGNED, bool B_SIGNED, int M>
+__device__ __forceinline__ void plane_step(int32_t (&c)[M][4][4], const uint32_t (&a)[M][4],
                                            const uint32_t (&b)[2][4]) {
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       mma_bytes<A_SIGNED, B_SIGNED>(c[m][n], a[m], b[n / 2][(n & 1) * 2], b[n / 2][(n & 1) * 2 + 1]);
 }
 
-__device__ __forceinline__ void shift_byte(int32_t (&c)[2][4][4]) {
+template <int M>
+__device__ __forceinline__ void shift_byte(int32_t (&c)[M][4][4]) {
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
@@ -51,9 +52,10 @@ struct Fragments {
   uint32_t a_plane, b_plane;  // bytes from plane to plane
   uint32_t sixteen_rows;      // bytes from row to row + 16
 
-  __device__ __forceinline__ void load_a(uint32_t (&r)[2][4], int plane, int step) const {
-    load_matrices(r[0], a + plane * a_plane + step * 256);
-    load_matrices(r[1], a + plane * a_plane + step * 256 + sixteen_rows);
+  template <int M>
+  __device__ __forceinline__ void load_a(uint32_t (&r)[M][4], int plane, int step) const {
+#pragma unroll
+    for (int m = 0; m < M; ++m) load_matrices(r[m], a + plane * a_plane + step * 256 + m * sixteen_rows);
   }
   __device__ __forceinline__ void load_b(uint32_t (&r)[2][4], int plane, int step) const {
     load_matrices(r[0], b + plane * b_plane + step * 256);
@@ -61,13 +63,13 @@ struct Fragments {
   }
 };
 
-// The exact dot products of a 32 x 32 warp tile as int32 digit groups: acc[0] = hi, acc[1] = mid (3 planes) or lo (2
-// planes), acc[2] = lo (3 planes), acc[3] = p0 when WIDE keeps lo's two positions apart. See dot_highest() and
-// dot_high().
-template <int PLANES, bool WIDE, int GROUPS>
-__device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][2][4][4], const Fragments& f, int steps) {
+// The exact dot products of a warp tile of M * 16 rows x 32 keys as int32 digit groups: acc[0] = hi, acc[1] = mid (3
+// planes) or lo (2 planes), acc[2] = lo (3 planes), acc[3] = p0 when WIDE keeps lo's two positions apart. See
+// dot_highest() and dot_high().
+template <int PLANES, bool WIDE, int M, int GROUPS>
+__device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][M][4][4], const Fragments& f, int steps) {
   constexpr int kTop = PLANES - 1;
-  uint32_t a[2][4], b[2][4];
+  uint32_t a[M][4], b[2][4];
   // Phase 1: what the second phase adds on top of, one byte up.
 #pragma unroll 2
   for (int step = 0; step < steps; ++step) {
@@ -75,7 +77,7 @@ __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][2][4][4], const 
     f.load_b(b, kTop, step);
     plane_step<true, true>(acc[0], a, b);
     if constexpr (PLANES == 3 && !WIDE) {
-      uint32_t a0[2][4], b0[2][4];
+      uint32_t a0[M][4], b0[2][4];
       f.load_a(a, 1, step);
       f.load_b(b0, 0, step);
       plane_step<false, false>(acc[2], a, b0);
@@ -89,7 +91,7 @@ __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][2][4][4], const 
   // Phase 2: the remaining products.
 #pragma unroll 2
   for (int step = 0; step < steps; ++step) {
-    uint32_t a_top[2][4], b_top[2][4];
+    uint32_t a_top[M][4], b_top[2][4];
     f.load_a(a_top, kTop, step);
     f.load_b(b_top, kTop, step);
     if constexpr (PLANES == 2) {
@@ -99,7 +101,7 @@ __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][2][4][4], const 
       plane_step<false, true>(acc[0], a, b_top);
       plane_step<false, false>(acc[1], a, b);
     } else {
-      uint32_t a0[2][4], b0[2][4];
+      uint32_t a0[M][4], b0[2][4];
       f.load_a(a, 1, step);
       f.load_b(b, 1, step);
       plane_step<true, false>(acc[0], a_top, b);
@@ -137,8 +139,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   const int64_t row_base = (tile % (s.rows_pad / kRowPad)) * kRowPad + (blockIdx.x % kSubTiles) * kRows;
   const int64_t warp_row = row_base + warp_m * kScoreWarpTile;
 
-  const int slab_begin = blockIdx.y * kScoreSlab;
-  const int slab_end = min(end_of_rows(args, head, row_base, kRows, &shared_end), slab_begin + kScoreSlab);
+  const int slab_begin = blockIdx.y * args.slab_keys;
+  const int slab_end = min(end_of_rows(args, head, row_base, kRows, &shared_end), slab_begin + args.slab_keys);
   if (slab_begin >= slab_end) return;
   // Whole steps of the sums kernel, which reads every block of a step it enters.
   const int tiles = (slab_end - slab_begin + kSumKeys - 1) / kSumKeys * (kSumKeys / kKeys);

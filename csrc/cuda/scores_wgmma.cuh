@@ -102,9 +102,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   const int64_t tile = args.first_tile + blockIdx.x;
   const int64_t head = tile / (s.rows_pad / kRowPad), row_base = tile % (s.rows_pad / kRowPad) * kRowPad;
   const int64_t warp_row = row_base + group * Tile::kGroupRows + warp * kBlockRows;
-  const int slab_begin = blockIdx.y * kScoreSlab;
+  const int slab_begin = blockIdx.y * args.slab_keys;
   const int slab_end =
-      min(end_of_rows(args, head, row_base, Tile::kRows, &shared_end), slab_begin + kScoreSlab);
+      min(end_of_rows(args, head, row_base, Tile::kRows, &shared_end), slab_begin + args.slab_keys);
   if (slab_begin >= slab_end) return;
   const int tiles = (slab_end - slab_begin + kKeys - 1) / kKeys;
   static_assert(kKeys == kSumKeys, "a whole step of the sums kernel is written");

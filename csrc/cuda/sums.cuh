@@ -19,13 +19,12 @@ struct SumsArgs {
   int splits;          // parts of the key range; more than one adds into `digits` atomically
   int64_t split_keys;  // keys of a part
   int64_t digits_row;  // row (over heads * rows) of digits[0]
-  // Long accumulators [row][head_dim][12]. splits > 1 or no `out`: sums are added here and in den. Otherwise scratch of
-  // this chunk, for rows whose sums do not fit one run of int32 positions.
+  // Long accumulators [row][head_dim][12]. into_digits: CTAs add their sums here and in den. Otherwise scratch of this
+  // chunk, for rows whose sums do not fit one run of int32 positions.
   int64_t* digits;
   int64_t* den;     // [heads * rows]
+  bool into_digits;
   MutableView out;  // data == nullptr: leave the sums in digits and den
-
-  __device__ __forceinline__ bool shared_digits() const { return splits > 1 || out.data == nullptr; }
   __device__ __forceinline__ int64_t* digits_of(int64_t head, int64_t row, int dim) const {
     return digits + ((head * shape.rows + row - digits_row) * shape.dims + dim) * kDigits;
   }
@@ -76,7 +75,7 @@ __device__ __forceinline__ void digits_add_atomic(int64_t* digits, int64_t x, in
 static __device__ __noinline__ void flush_sum(const SumsArgs& args, int64_t head, int64_t row, int dim, int64_t low,
                                               int64_t high, int position, bool first) {
   int64_t* digits = args.digits_of(head, row, dim);
-  if (args.shared_digits()) {
+  if (args.into_digits) {
     digits_add_atomic(digits, low, position);
     digits_add_atomic(digits, high, position + 24);
     return;
@@ -87,12 +86,17 @@ static __device__ __noinline__ void flush_sum(const SumsArgs& args, int64_t head
   digits_add(digits, 1, high, position + 24);
 }
 
+// Out of line: most rows never come here.
+static __device__ __noinline__ double flushed_sum(const SumsArgs& args, int64_t head, int64_t row, int dim) {
+  return digits_round(args.digits_of(head, row, dim), 1);
+}
+
 // One output from its sum, which `flushed` says lies in its long accumulator.
-static __device__ __noinline__ void emit_output(const SumsArgs& args, int64_t head, int64_t row, int dim, int64_t low,
-                                                int64_t high, int position, bool flushed, int64_t den) {
+__device__ __forceinline__ void emit_output(const SumsArgs& args, int64_t head, int64_t row, int dim, int64_t low,
+                                            int64_t high, int position, bool flushed, int64_t den) {
   double num;
   if (flushed) {
-    num = digits_round(args.digits_of(head, row, dim), 1);
+    num = flushed_sum(args, head, row, dim);
   } else {
     // 128 bits: |low| < 2^48, |high| < 2^57.
     const uint64_t shifted = static_cast<uint64_t>(high) << 24;
@@ -111,7 +115,7 @@ __device__ __forceinline__ void publish_den(const SumsArgs& args, int64_t head, 
                                             const unsigned long long* den) {
   for (int r = threadIdx.x; r < Tile::kRows && row_base + r < args.shape.rows; r += Tile::kMultiplyThreads) {
     int64_t* to = args.den + head * args.shape.rows + row_base + r;
-    if (!args.shared_digits()) {
+    if (!args.into_digits) {
       *to = static_cast<int64_t>(den[r]);
     } else if (den[r] != 0) {
       atomicAdd(reinterpret_cast<unsigned long long*>(to), den[r]);
@@ -134,8 +138,9 @@ struct PositionSums {
   }
   // f(row in the warp's 16, dim in the warp's dims, low, high) for every sum of the thread, which is low + high * 2^24:
   // low holds positions 0 to 2 and is below 2^48, high the others and is below 2^57. The sums are copied to local
-  // memory first and taken in a real loop: f calls functions, and registers would have to be saved around each call.
-  template <class F>
+  // memory first and taken in a real loop, AT_ONCE of them together: one where f calls functions, which registers would
+  // have to be saved around, more where f waits for memory or divisions.
+  template <int AT_ONCE, class F>
   __device__ __forceinline__ void for_each(int lane, F f) const {
     int32_t copy[BLOCKS * 4][POSITIONS];
 #pragma unroll
@@ -144,7 +149,7 @@ struct PositionSums {
       for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int p = 0; p < POSITIONS; ++p) copy[n * 4 + i][p] = acc[p][n][i];
-#pragma unroll 1
+#pragma unroll AT_ONCE
     for (int e = 0; e < BLOCKS * 4; ++e) {
       const int32_t* x = copy[e];
       const int64_t low =
@@ -308,11 +313,14 @@ struct SumsWork {
   __device__ __forceinline__ SumsWork(const SumsArgs& args, int* shared_end) {
     const Shape& s = args.shape;
     constexpr int kSubTiles = kRowPad / Tile::kRows;
-    const int64_t work = gridDim.x - 1 - blockIdx.x;  // later rows attend more keys when causal: the long ones first
-    dim_block = static_cast<int>(work % args.dim_blocks);
-    const int64_t sub = work / args.dim_blocks, tile = args.first_tile + sub / kSubTiles;
-    head = tile / (s.rows_pad / kRowPad);
-    row_base = (tile % (s.rows_pad / kRowPad)) * kRowPad + (sub % kSubTiles) * Tile::kRows;
+    // Later rows attend more keys when causal: the long ones first, of all heads at once where the chunk is whole heads.
+    const int64_t tiles_per_head = s.rows_pad / kRowPad, subs = gridDim.x / args.dim_blocks;
+    const int64_t heads = subs % (tiles_per_head * kSubTiles) == 0 ? subs / (tiles_per_head * kSubTiles) : 1;
+    dim_block = static_cast<int>(blockIdx.x % args.dim_blocks);
+    const int64_t work = blockIdx.x / args.dim_blocks, sub = subs / heads - 1 - work / heads;
+    const int64_t tile = args.first_tile + work % heads * tiles_per_head + sub / kSubTiles;
+    head = tile / tiles_per_head;
+    row_base = (tile % tiles_per_head) * kRowPad + (sub % kSubTiles) * Tile::kRows;
     row16_base = (tile - args.first_tile) * s.tile_blocks + (sub % kSubTiles) * (Tile::kRows / kBlockRows);
     key_begin = blockIdx.y * args.split_keys;
     const int64_t end = end_of_rows(args, head, row_base, Tile::kRows, shared_end);

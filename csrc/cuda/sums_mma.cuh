@@ -143,9 +143,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
     value_stage = value_stage + 1 == Tile::kValueStages ? 0 : value_stage + 1;
     const bool more = step + 1 < work.steps;
     const bool full = ((step + 1) & (kFlushKeys / kSumKeys - 1)) == 0;
-    if (more ? full : many || args.shared_digits() || flushed) {
+    if (more ? full : many || args.into_digits || flushed) {
       const int position = exponents.position(bucket, args.precision);
-      sums.for_each(lane, [&](int r, int d, int64_t low, int64_t high) {
+      sums.template for_each<1>(lane, [&](int r, int d, int64_t low, int64_t high) {
         const int64_t row = work.row_base + warp_m * kBlockRows + r;
         const int dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
         if (row < s.rows && dim < s.dims) flush_sum(args, work.head, row, dim, low, high, position, !flushed);
@@ -160,11 +160,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
   // ---- DEN ----
   __syncthreads();
   if (work.dim_block == 0) publish_den<Tile>(args, work.head, work.row_base, den_shared);
-  if (args.shared_digits()) return;
+  if (args.into_digits) return;
 
   // ---- output ----
   const int position = exponents.position(0, args.precision);
-  sums.for_each(lane, [&](int r, int d, int64_t low, int64_t high) {
+  sums.template for_each<4>(lane, [&](int r, int d, int64_t low, int64_t high) {
     const int row = warp_m * kBlockRows + r, dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
     if (work.row_base + row < s.rows && dim < s.dims) {
       emit_output(args, work.head, work.row_base + row, dim, low, high, position, flushed,

@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
       wgmma_wait<0>();
       __syncthreads();  // the next weights are written, this step's are read
       const bool full = ((step + 1) & (kFlushKeys / kSumKeys - 1)) == 0;
-      if (more ? full : many || args.shared_digits() || flushed) {
+      if (more ? full : many || args.into_digits || flushed) {
         const int position = exponents.position(bucket, args.precision);
-        sums.for_each(lane, [&](int r, int d, int64_t low, int64_t high) {
+        sums.template for_each<1>(lane, [&](int r, int d, int64_t low, int64_t high) {
           const int64_t row = work.row_base + warp % 4 * kBlockRows + r;
           const int dim = work.dim_block * Tile::kDims + group * Tile::kGroupDims + d;
           if (row < s.rows && dim < s.dims) flush_sum(args, work.head, row, dim, low, high, position, !flushed);
@@ -139,11 +139,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
   weights.publish(den_shared);
   __syncthreads();
   if (work.dim_block == 0) publish_den<Tile>(args, work.head, work.row_base, den_shared);
-  if (args.shared_digits()) return;
+  if (args.into_digits) return;
 
   // ---- output ----
   const int position = exponents.position(0, args.precision);
-  sums.for_each(lane, [&](int r, int d, int64_t low, int64_t high) {
+  sums.template for_each<4>(lane, [&](int r, int d, int64_t low, int64_t high) {
     const int row = warp % 4 * kBlockRows + r, dim = work.dim_block * Tile::kDims + group * Tile::kGroupDims + d;
     if (work.row_base + row < s.rows && dim < s.dims) {
       emit_output(args, work.head, work.row_base + row, dim, low, high, position, flushed,

@@ -15,9 +15,13 @@ void launch_scores_highest(const Context&, const ScoresArgs&, int64_t tiles, boo
 void launch_scores_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_scores_wgmma_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_scores_wgmma_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_direct_highest(const Context&, const Problem&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_direct_high(const Context&, const Problem&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_sums_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_wgmma_high(const Context&, const SumsArgs&, int64_t tiles);
+void launch_sums_direct_highest(const Context&, const Problem&, const SumsArgs&, int64_t tiles);
+void launch_sums_direct_high(const Context&, const Problem&, const SumsArgs&, int64_t tiles);
 void launch_pairs_highest(const Context&, const PairsArgs&);
 void launch_pairs_high(const Context&, const PairsArgs&);
 void launch_gradient_sums_highest(const Context&, const GradientSumsArgs&);

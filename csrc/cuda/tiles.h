@@ -21,7 +21,8 @@ constexpr int kDimPad = 32;
 
 // ---- scores kernel ----
 constexpr int kScoreWarpTile = 32;  // 32 x 32 pairs a warp: 3 int32 accumulators a pair are 96 registers
-constexpr int kScoreSlab = 1024;    // keys one CTA walks with its query planes resident
+// Keys one CTA walks with its query planes resident; fewer where rows attend more or fewer keys, which then even out.
+constexpr int kScoreSlab = 1024, kUnevenScoreSlab = 512;
 
 // ---- sums kernel ----
 constexpr int kSumWarps = 8;      // that multiply, two on each scheduler
@@ -37,9 +38,8 @@ constexpr int64_t kFlushKeys = 8192;
 static_assert(kFlushKeys * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must survive until the flush");
 static_assert((kFlushKeys / kSumKeys & (kFlushKeys / kSumKeys - 1)) == 0, "flushes happen every power of two of steps");
 
-// Score distances of one chunk of query rows live in this much workspace, whatever Sq and Skv are. A chunk wants
-// several waves of sums CTAs, so that under a causal mask long and short rows even out: at 8192 keys these are two
-// waves of 64-row CTAs on 132 multiprocessors.
+// Score distances of one chunk of query rows live in this much workspace, whatever Sq and Skv are: at 8192 keys
+// two waves of 64-row sums CTAs on 132 multiprocessors, so that long and short rows of a mask even out.
 constexpr int64_t kBlockBytes = kBlockRows * kBlockKeys * 4 + kBlockRows * 8;  // distances and block maxima
 constexpr int64_t kChunkBytes = int64_t(576) << 20;
 constexpr int64_t kChunkTiles = 132;      // so that the long accumulators of a chunk stay near 200 MB at 128 dims

@@ -247,6 +247,11 @@ def modifiers(
     _offset(kv_offset, "kv_offset")
     if q_offset is not None:
         _offset(q_offset, "q_offset")
+    plain = attn_bias is None and alibi_slopes is None and key_ranges is None and window == EVERYWHERE
+    if plain and kv_offset == 0 and type(softcap) is float and softcap == 0.0 and dropout_rows is dropout_keys is None:
+        if type(dropout_p) is float and dropout_p == 0.0 and type(dropout_seed) is type(dropout_head) is int:
+            if dropout_seed == 0 and dropout_head == 0:  # most calls, whose checks should cost little
+                return (kv_len - q_shape[2] if q_offset is None else q_offset) if causal else 0, NO_MODIFIERS
     left, right = _window(window)
     softcap = _softcap(softcap)
     dropout_p = dropout_probability(dropout_p)
@@ -431,6 +436,42 @@ def output_dtype(out_dtype):
         raise TypeError(f"out_dtype: got {_got_type(out_dtype)}, must be a torch.dtype")
     if out_dtype not in _INPUT_DTYPES:
         raise ValueError(f"out_dtype: got {out_dtype}, allowed are torch.float32, torch.bfloat16 and torch.float16")
+
+
+def distribution(method, replicated_q, head_groups, q_offset, chunk_bytes):
+    """What det_attn_context_parallel takes beside the arguments of a call."""
+    _choice(method, "method", ("ring", "gather", "reduce"))
+    flag(replicated_q, "replicated_q")
+    if replicated_q and method != "reduce":
+        raise ValueError(f"replicated_q: got True with method={method!r}, needs method='reduce'")
+    if replicated_q and head_groups:
+        raise ValueError("replicated_q: got True with a heads_group, only one of them is allowed")
+    if q_offset is not None:
+        _offset(q_offset, "q_offset")
+    _integer(chunk_bytes, "chunk_bytes")
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes: got {chunk_bytes}, must be positive")
+
+
+def layout(x, q_len, kv_len, device):
+    """None for a layout with a name, otherwise the positions of own queries and of own keys."""
+    if isinstance(x, str):
+        _choice(x, "layout", ("contiguous", "zigzag"))
+        return None
+    pair = x if isinstance(x, tuple) else (x, x)
+    if len(pair) != 2:
+        raise ValueError(f"layout: got a tuple of {len(pair)}, must be (positions of queries, positions of keys)")
+    for positions, length, rows in ((pair[0], q_len, "q"), (pair[1], kv_len, "k")):
+        if not isinstance(positions, torch.Tensor):
+            raise TypeError(f"layout: got {_got_type(positions)}, must be 'contiguous', 'zigzag' or int64 tensors")
+        if positions.dtype is not torch.int64:
+            raise TypeError(f"layout: got positions of dtype {positions.dtype}, must be int64")
+        if positions.shape != (length,):
+            raise ValueError(
+                f"layout: got positions of shape {tuple(positions.shape)}, must be one for each row of {rows}, ({length},)"
+            )
+        _same_device(positions, device, "layout", "q")
+    return pair
 
 
 def flag(x, name):

@@ -82,6 +82,18 @@ class Narrow(torch.autograd.Function):
         return grad.to(torch.float32), None
 
 
+class Once(torch.autograd.Function):
+    """A gradient that refuses, instead of forgetting, that it depends on dO, Q, K and V."""
+
+    @staticmethod
+    def forward(ctx, gradient, *inputs):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_twice(ctx, *grads)
+
+
 # ---- The stages -----------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,11 @@ def _accumulate(q, *call):
     return num, q.new_empty(q.shape[:3], dtype=torch.int64)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("accumulate_last"))
+def _accumulate_last(q, *call):
+    return *_accumulate(q), q.new_empty(q.shape[:3], dtype=torch.float64)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("finalize"))
 def _finalize(num, den, precision, out_dtype, dropout_p):
     return num.new_empty(num.shape[:-1], dtype=out_dtype)

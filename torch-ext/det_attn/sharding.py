@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import checks
 from ._ops import ops
-from .gradients import Narrow, joined, refuse_twice, split
+from .gradients import Narrow, Once, joined, split
 
 
 def det_attn_sharded(
@@ -118,17 +118,5 @@ class _Sharded(torch.autograd.Function):
         with torch.no_grad():
             found = _backward(dO, Q, K, V, out, rowmax, den, ctx.call, ctx.shards, need, modifiers, ctx.path)
         if torch.is_grad_enabled():  # create_graph=True
-            found = tuple(x if x is None else _Once.apply(x, dO, Q, K, V) for x in found)
+            found = tuple(x if x is None else Once.apply(x, dO, Q, K, V) for x in found)
         return (*found, None, None, None, None)
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that refuses, instead of forgetting, that it depends on dO, Q, K and V."""
-
-    @staticmethod
-    def forward(ctx, gradient, *inputs):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        refuse_twice(ctx, *grads)

@@ -18,7 +18,7 @@ void launch_scores_tile(const Context& ctx, const ScoresArgs& args, int64_t tile
   const int bytes = Tile::shared_bytes(args.shape.dims_pad);
   allow_shared(kernel, bytes);
   const dim3 grid(grid_of(tiles * (kRowPad / Tile::kRows)),
-                  static_cast<unsigned>(ceil_div(args.shape.keys_pad, kScoreSlab)));
+                  static_cast<unsigned>(ceil_div(args.shape.keys_pad, args.slab_keys)));
   kernel<<<grid, Tile::kThreads, bytes, stream_of(ctx)>>>(args);
   check_launch("scores_kernel");
 }

@@ -1,0 +1,15 @@
+// The kernels for few query rows for `highest`: 3 byte planes an operand.
+#include "launch_direct.cuh"
+
+namespace det_attn::cuda {
+
+void launch_scores_direct_highest(const Context& ctx, const Problem& problem, const ScoresArgs& args, int64_t tiles,
+                               bool given) {
+  launch_scores_direct_planes<3>(ctx, problem, args, tiles, given);
+}
+
+void launch_sums_direct_highest(const Context& ctx, const Problem& problem, const SumsArgs& args, int64_t tiles) {
+  launch_sums_direct_planes<3>(ctx, problem, args, tiles);
+}
+
+}  // namespace det_attn::cuda

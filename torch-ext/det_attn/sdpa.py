@@ -1,0 +1,206 @@
+"""torch's scaled_dot_product_attention with det-attn's bytes, and the switch that puts it in torch's place.
+
+In: query [..., Hq, L, E], key [..., H, S, E], value [..., H, S, Ev], as torch takes them. Out: [..., Hq, L, Ev] in the
+dtype of the input. The bytes are those of `det_attn` (contract sections 1-7), whatever the leading dimensions.
+"""
+
+import contextlib
+import math
+import threading
+import warnings
+from typing import Iterator, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .attention import det_attn
+from .checks import MAX_HEAD_DIM
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    *,
+    precision: str = "highest",
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` with the bytes of `det_attn`.
+
+    Args:
+        query: [..., Hq, L, E]; key: [..., H, S, E]; value: [..., H, S, Ev], E and Ev from 1 to 256. float32, bfloat16
+            or float16, all of one dtype and on one device; under autocast they are converted to its dtype first, as
+            by torch. Leading dimensions broadcast; there may be none.
+        attn_mask: broadcastable to [..., Hq, L, S]. bool: True is attended. float32, bfloat16 or float16: added to the
+            scaled scores, -inf is not attended (contract section 2).
+        dropout_p: probability of dropping a weight. The seed is drawn from torch's default CPU generator, on every
+            device: torch.manual_seed governs it, and nothing waits for a GPU.
+        is_causal: query i attends the keys j <= i: aligned to the top left, unlike `det_attn(causal=True)`.
+        scale: factor on the scores, finite; None is 1 / sqrt(E).
+        enable_gqa: Hq may be a multiple of H; query head h reads key head h // (Hq // H).
+        precision: "highest" or "high", as in `det_attn`.
+
+    Returns:
+        [..., Hq, L, Ev] in query's dtype; rows that attend nothing are 0.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
+        NotImplementedError: attn_mask requires grad, or an input has a forward-mode tangent.
+    """
+    if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        query, key, value = cast_for_autocast(query, key, value)
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
+    q_shape, k_shape = query.shape, key.shape
+    if (
+        len(q_shape) == len(k_shape) == 4
+        and value.shape == k_shape
+        and (q_shape[1] == k_shape[1] or enable_gqa)
+        and q_shape[0] == k_shape[0]
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    ):
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
+    return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
+
+
+def cast_for_autocast(query, key, value):
+    """Under autocast torch gives its attention inputs of the reduced dtype."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def draw_seed():
+    """From torch's default CPU generator, on every device: a GPU's would have to be waited for."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+
+
+def same_width(query, key, value):
+    """Rows of one width. Zeros added to a row change neither its exponent nor its products: the bytes stay."""
+    columns = max(query.shape[-1], value.shape[-1])
+    if value.shape[-1] < columns:
+        return query, key, functional.pad(value, (0, columns - value.shape[-1]))
+    if query.shape[-1] < columns:
+        extra = (0, columns - query.shape[-1])
+        return functional.pad(query, extra), functional.pad(key, extra), value
+    return query, key, value
+
+
+def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision):
+    """Inputs shaped as det_attn takes them."""
+    if attn_mask is None and not dropout_p:  # most calls: what is not said need not be checked
+        q_offset = 0 if is_causal else None
+        return det_attn(query, key, value, is_causal, scale, precision=precision, q_offset=q_offset, out_dtype=query.dtype)
+    return det_attn(
+        query,
+        key,
+        value,
+        is_causal,
+        scale,
+        precision=precision,
+        q_offset=0,
+        out_dtype=query.dtype,
+        attn_bias=attn_mask,
+        dropout_p=dropout_p,
+        dropout_seed=draw_seed() if dropout_p else 0,
+    )
+
+
+def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision):
+    """Any leading dimensions, grouped heads, and values of another width, brought to det_attn's shapes by views."""
+    for x, name in ((query, "query"), (key, "key"), (value, "value")):
+        if x.dim() < 2:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be at least 2-D [..., length, head_dim]")
+    width, value_width = query.shape[-1], value.shape[-1]
+    if key.shape[-1] != width:
+        raise ValueError(f"key: got head_dim {key.shape[-1]}, must be query's, {width}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value: got {value.shape[-2]} rows, must be key's, {key.shape[-2]}")
+    if max(width, value_width) > MAX_HEAD_DIM:
+        raise ValueError(f"query, value: got head_dim {width} and {value_width}, allowed is 1 to {MAX_HEAD_DIM}")
+    if scale is None:
+        scale = 1.0 / math.sqrt(width) if width else None  # of the width as given, not as padded below
+
+    # Heads are the last of the leading dimensions. They broadcast like every other, unless they are grouped.
+    kept = 3 if enable_gqa and min(query.dim(), key.dim()) > 2 and query.shape[-3] != key.shape[-3] else 2
+    try:
+        lead = torch.broadcast_shapes(*(x.shape[:-kept] for x in (query, key, value)))
+    except RuntimeError:
+        came = ", ".join(str(tuple(x.shape[:-2])) for x in (query, key, value))
+        raise ValueError(
+            f"query, key, value: got leading dimensions {came}, which do not broadcast (enable_gqa={enable_gqa})"
+        ) from None
+    batch = math.prod(lead if kept == 3 else lead[:-1])
+
+    def four(x):
+        heads = x.shape[-3] if kept == 3 else lead[-1] if lead else 1
+        x = x.expand(*lead, *x.shape[-kept:]).reshape(batch, heads, *x.shape[-2:])
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    out_shape = (*lead, *query.shape[-kept:-1], value_width)
+    if attn_mask is not None and len(out_shape) > 4 and attn_mask.dim() > 2:
+        heads = out_shape[-3]
+        attn_mask = attn_mask.expand(*out_shape[:-1], key.shape[-2]).reshape(batch, heads, query.shape[-2], -1)
+    query, key, value = (four(x) for x in same_width(query, key, value))
+    out = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
+    return out[..., :value_width].reshape(out_shape)
+
+
+# ---- In torch's place -----------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_replacements = []
+_original = functional.scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Iterator[None]:
+    """Within the block, `torch.nn.functional.scaled_dot_product_attention` is det-attn's; also a decorator.
+
+    It is replaced for the whole process, not for this thread alone, because the recomputation of a checkpoint runs in
+    autograd's threads. Code that took the function from its module before the block (`from torch.nn.functional import
+    scaled_dot_product_attention`) and the fused fast path of torch.nn.TransformerEncoder are not reached.
+
+    Args:
+        fallback: False: a call that det-attn does not support raises. True: it warns, once in this block, and runs
+            torch's function; the bytes of such a call are torch's.
+        precision: "highest" or "high", as in `det_attn`.
+    """
+
+    def replacement(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):  # fmt: skip
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision
+        )
+
+    warned = []
+
+    def lenient(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        try:
+            return replacement(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if not warned:
+                warned.append(error)
+                warnings.warn(f"det-attn does not support this call, torch computes it: {error}", stacklevel=2)
+            return _original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )  # fmt: skip
+
+    entry = lenient if fallback else replacement
+    with _lock:
+        _replacements.append(entry)
+        functional.scaled_dot_product_attention = entry
+    try:
+        yield
+    finally:
+        with _lock:
+            _replacements.remove(entry)
+            functional.scaled_dot_product_attention = _replacements[-1] if _replacements else _original

@@ -1,0 +1,169 @@
+"""The attention function of Hugging Face transformers, with det-attn's bytes; transformers itself is not imported.
+
+In: what `transformers.AttentionInterface` hands to an attention: query [B, Hq, Sq, D] and the masks, windows and
+packing of the model. Out: [B, Sq, Hq, D] in the dtype of the input. A mask is data here, never read on the host.
+"""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention import det_attn
+from .sdpa import cast_for_autocast, draw_seed, same_width
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Optional[Tensor] = None,
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    is_causal: Optional[bool] = None,
+    sliding_window: Optional[int] = None,
+    softcap: Optional[float] = None,
+    position_bias: Optional[Tensor] = None,
+    position_ids: Optional[Tensor] = None,
+    cu_seq_lens_q: Optional[Tensor] = None,
+    cu_seq_lens_k: Optional[Tensor] = None,
+    s_aux: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+    output_attentions: bool = False,
+    precision: str = "highest",
+    **ignored: Any,
+) -> Tuple[Tensor, None]:
+    """For `attn_implementation="phanerozoic/det-attn:attention"` and for `AttentionInterface.register`.
+
+    Register the mask too, or transformers drops padding without a word:
+    `AttentionMaskInterface.register("det_attn", AttentionMaskInterface()["sdpa"])`.
+
+    Args:
+        module: the attention layer; `module.is_causal` counts where is_causal is None.
+        query: [B, Hq, Sq, D]; key: [B, Hkv, Skv, D]; value: [B, Hkv, Skv, Dv]; D and Dv from 1 to 256, Hq a multiple of
+            Hkv; float32, bfloat16 or float16.
+        attention_mask: [B, 1 or Hq, Sq, >= Skv], bool (True is attended) or float (added to the scores): it alone says
+            what is attended. Or [B, <= Skv], True or 1 where a key is no padding: keys beyond it are left out, and
+            causality and windows count from the last key. Or None.
+        dropout: probability of dropping a weight, from torch's default CPU generator, as in
+            `scaled_dot_product_attention`.
+        scaling: factor on the scores; None is 1 / sqrt(D).
+        is_causal: each query attends the keys up to its own. Without a mask a single query attends all keys.
+        sliding_window: a query attends this many keys, itself among them, before it (and, if not causal, after it).
+        softcap: c of c * tanh(score / c).
+        position_bias: float, broadcastable to [B, Hq, Sq, Skv], added to the scores; without a gradient.
+        position_ids: [B or 1, Sq]. Without a mask, a position 0 starts a new sequence of a packed row; where there are
+            more keys than queries (a cache), they say which key is a query's own.
+        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], starts of packed sequences, of a batch of 1 without a mask.
+        s_aux, block_table, output_attentions: attention sinks, paged caches and weights are not supported.
+        precision: "highest" or "high", as in `det_attn`: register functools.partial(attention, precision="high").
+        ignored: what other models pass along.
+
+    Returns:
+        ([B, Sq, Hq, Dv] in query's dtype, None): attention weights exist nowhere.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
+        NotImplementedError: sinks, paged caches, weights, or the gradient of position_bias were asked for.
+    """
+    if s_aux is not None or block_table is not None or output_attentions:
+        name = "s_aux" if s_aux is not None else "block_table" if block_table is not None else "output_attentions"
+        raise NotImplementedError(f"{name}: attention sinks, paged caches and attention weights are not supported here")
+    query, key, value = cast_for_autocast(query, key, value)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    q_len = query.shape[2]
+    bias, ranges, q_offset = None, None, None
+    window = (-1, -1)
+
+    if attention_mask is not None and attention_mask.dim() == 4:
+        bias = attention_mask[..., : key.shape[2]]
+        is_causal = False
+    else:
+        if attention_mask is not None:
+            kept = attention_mask.shape[1]
+            key, value = key[:, :, :kept], value[:, :, :kept]
+            bias = attention_mask[:, None, None].to(torch.bool)
+        is_causal = bool(is_causal) and q_len > 1
+        if sliding_window is not None:
+            window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
+        kv_len = key.shape[2]
+        if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+            ranges = _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window)
+            is_causal, window = False, (-1, -1)
+        elif attention_mask is None and q_len > 1 and position_ids is not None and position_ids.dim() == 2:
+            if q_len == kv_len:
+                ranges = _restart_ranges(position_ids)
+            elif is_causal:
+                ranges = _cached_ranges(position_ids, kv_len, window)
+                is_causal, window = False, (-1, -1)
+        elif attention_mask is None and is_causal and kv_len > q_len:
+            q_offset = 0  # as transformers' own sdpa: the rest of a static cache lies behind
+
+    if position_bias is not None:
+        bias = _with_bias(position_bias[..., : key.shape[2]], bias)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5  # of the width as given
+    width = value.shape[-1]
+    query, key, value = same_width(query, key, value)
+    out = det_attn(
+        query,
+        key,
+        value,
+        is_causal,
+        scaling,
+        precision=precision,
+        q_offset=q_offset,
+        out_dtype=query.dtype,
+        attn_bias=bias,
+        window=window,
+        softcap=softcap or 0.0,
+        key_ranges=ranges,
+        dropout_p=dropout,
+        dropout_seed=draw_seed() if dropout else 0,
+    )
+    return out[..., :width].transpose(1, 2), None
+
+
+def _ranges(begin, end):
+    """key_ranges [B or 1, Sq, 2]; the kernels clamp them to the keys that are there."""
+    return torch.stack((begin, end), dim=-1).to(torch.int32)
+
+
+def _restart_ranges(position_ids):
+    """The sequence of each token of a packed row: all tokens since the last position 0, up to the next."""
+    sequence = (position_ids == 0).cumsum(-1)
+    return _ranges(torch.searchsorted(sequence, sequence), torch.searchsorted(sequence, sequence, right=True))
+
+
+def _cached_ranges(position_ids, kv_len, window):
+    """Causal with more keys than queries. A query's own key is at its position, or, where the cache has dropped older
+    keys, counted from the last key: at the smaller of both."""
+    q_len = position_ids.shape[1]
+    from_last = torch.arange(kv_len - q_len, kv_len, device=position_ids.device)
+    own = torch.minimum(position_ids, from_last)
+    return _ranges(own - window[0] if window[0] >= 0 else torch.zeros_like(own), own + 1)
+
+
+def _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window):
+    """Packed sequences by their starts: within each the last query sees the last key."""
+    token = torch.arange(q_len, device=cu_seq_lens_q.device)
+    sequence = torch.searchsorted(cu_seq_lens_q[1:].contiguous(), token, right=True)
+    begin, end = cu_seq_lens_k[sequence], cu_seq_lens_k[sequence + 1]
+    own = end - cu_seq_lens_q[sequence + 1] + token
+    if window[0] >= 0:
+        begin = torch.maximum(begin, own - window[0])
+    if is_causal:
+        end = torch.minimum(end, own + 1)
+    elif window[1] >= 0:
+        end = torch.minimum(end, own + window[1] + 1)
+    return _ranges(begin, end)[None]
+
+
+def _with_bias(position_bias, mask):
+    if mask is None:
+        return position_bias
+    if mask.dtype is torch.bool:
+        return position_bias.masked_fill(~mask, float("-inf"))
+    return position_bias + mask
