@@ -165,6 +165,29 @@ def test_offsets_and_scales(kernel, q_offset, scale):
     check(kernel, inputs, causal=True, scale=scale, q_offset=q_offset)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("how", [dict(window=(40, 0)), dict(window=(-1, 70)), dict(window=(100, 30), causal=True, part=(90, 300))])
+def test_windows(kernel, how, precision):
+    """Keys that begin after the first: forward and backward of whichever path takes them."""
+    inputs = with_gradient(make("normal", B=2, heads=(4, 2), Sq=300, Skv=420, D=72, seed=57))
+    expected = results(kernel, inputs, precision=precision, **how)
+    for path in ("auto", "reference"):
+        compare(results(kernel, [x.cuda() for x in inputs], path=path, precision=precision, **how), expected, path)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_key_ranges(kernel, precision):
+    """Any interval for each query, none and all among them."""
+    inputs = with_gradient(make("normal", B=2, heads=(4, 2), Sq=300, Skv=420, D=40, seed=58))
+    ranges = tensor(generators.integers(58, 1, (2, 300, 2), -5, 430)).to(torch.int32)
+    ranges[:, ::9] = torch.tensor([0, 420], dtype=torch.int32)
+    ranges[0, 64:192] = 0  # whole tiles of queries without a key
+    expected = results(kernel, inputs, precision=precision, key_ranges=ranges)
+    for path in ("auto", "reference"):
+        found = results(kernel, [x.cuda() for x in inputs], path=path, precision=precision, key_ranges=ranges.cuda())
+        compare(found, expected, path)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", range(4))
 def test_special_values(kernel, where, bad):
