@@ -1,4 +1,4 @@
-"""What bench_forward.py prints, appends to benchmarks/RESULTS.md and draws.
+"""What bench_forward.py and bench_backward.py print and append to benchmarks/RESULTS.md, and what the first draws.
 
 In: cases and their results. Out: Markdown tables, the table of targets, a plot of TFLOPS over length.
 """
@@ -40,13 +40,14 @@ def faster(ours, theirs):
 def case_lines(case, results):
     """A Markdown table: one row a contestant, one ratio a rival."""
     known = times_of(results)
-    heads = ["", "ms", "TFLOPS", "extra MB", *(f"x {name}" for name in RIVALS), "x reference", "note"]
+    rivals = {name: rival for name, rival in RIVALS.items() if rival in {r.contestant.name for r in results}}
+    heads = ["", "ms", "TFLOPS", "extra MB", *(f"x {name}" for name in rivals), "x reference", "note"]
     lines = [f"### {case}", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for r in results:
-        ratios = [""] * (len(RIVALS) + 1)
+        ratios = [""] * (len(rivals) + 1)
         if r.contestant.ours and r.ms is not None:
             reference = r.contestant.name.rsplit(", ", 1)[0] + ", reference"
-            ratios = [number(faster(r.ms, known.get(rival)), 2) for rival in (*RIVALS.values(), reference)]
+            ratios = [number(faster(r.ms, known.get(rival)), 2) for rival in (*rivals.values(), reference)]
         time = f"{MISSING} ({r.note})" if r.ms is None else number(r.ms, 3)
         extra = number(r.extra_mb, 0) if r.contestant.ours else ""
         note = r.note if r.ms is not None else ""
@@ -98,9 +99,14 @@ def print_targets(cases, target, causal, decode, growth):
     """Prints the table of targets and returns its lines; empty if no case of it was run."""
     if not {target, causal, decode} & set(cases):
         return []
+    return print_target_rows(target, target_rows(cases, target, causal, decode, growth))
+
+
+def print_target_rows(target, rows):
+    """Prints the rows of a table of targets and returns its lines."""
     lines = ["### Targets", "", f"{target} unless said; ratios within this run.", "",
              "| | measured | first | | aim | |", "|---|---|---|---|---|---|"]  # fmt: skip
-    for what, measured, first, aim, more in target_rows(cases, target, causal, decode, growth):
+    for what, measured, first, aim, more in rows:
         sign = ">=" if more else "<="
         lines.append(
             f"| {what} | {number(measured, 2)} | {sign} {first} | {verdict(measured, first, more)} | {sign} {aim} | "
@@ -122,12 +128,13 @@ def commit():
     return f", commit {run.stdout.strip()}" if run.returncode == 0 else ""
 
 
-def append_results(path, device, table, targets):
+def append_results(path, device, table, targets, what="forward"):
     """Adds a dated section to the results."""
     path = Path(path)
-    start = "" if path.exists() else "# Measured speed\n\nWritten by benchmarks/bench_forward.py, newest last.\n"
+    writers = "benchmarks/bench_forward.py and benchmarks/bench_backward.py"
+    start = "" if path.exists() else f"# Measured speed\n\nWritten by {writers}, newest last.\n"
     command = " ".join(["python", *sys.argv])
-    lines = [f"## {datetime.date.today()}: {device_name(device)}", "", f"`{command}`{commit()}", ""]
+    lines = [f"## {datetime.date.today()}, {what}: {device_name(device)}", "", f"`{command}`{commit()}", ""]
     if targets:
         lines += [*targets, ""]
     for _, case, results in table:

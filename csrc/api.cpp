@@ -406,11 +406,6 @@ class GradientCall {
   Tensor grad_, out_, rowmax_, den_;
 };
 
-template <class Stage>
-void check_backward(Stage stage) {
-  STD_TORCH_CHECK(stage != nullptr, "det-attn: backward on CUDA is not in this build");
-}
-
 template <class T>
 T* data_of(const Tensor& x, bool needed) {
   return needed ? static_cast<T*>(x.mutable_data_ptr()) : nullptr;
@@ -450,7 +445,6 @@ std::tuple<Tensor, Tensor, Tensor> grad_reference(const Tensor& grad, const Tens
   Tensor c = allocate(keys_shape, ScalarType::Int, q.device());
   if (a.numel() + b.numel() > 0) {
     Call call(q.device(), kernels);
-    check_backward(call->grad_reference);
     call->grad_reference(call.context, gradient.call, data_of<int32_t>(a, true), data_of<int32_t>(b, true),
                          data_of<int32_t>(c, true));
   }
@@ -478,7 +472,6 @@ std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Ten
   Tensor dq = allocate_sums(q, need_q), dk = allocate_sums(k, need_k), dv = allocate_sums(v, need_v);
   if (dq.numel() + dk.numel() + dv.numel() > 0) {
     Call call(q.device(), kernels);
-    check_backward(call->grad_accumulate);
     const Tensor of_q = torch::stable::contiguous(a), of_k = torch::stable::contiguous(b),
                  of_v = torch::stable::contiguous(c);
     call->grad_accumulate(call.context, gradient.call, static_cast<const int32_t*>(of_q.const_data_ptr()),
@@ -507,7 +500,6 @@ Tensor grad_finalize(const Tensor& sums, const Tensor& reference, double scale, 
   Tensor out = allocate(shape, out_dtype, sums.device());
   if (reference.numel() > 0) {
     Call call(sums.device());
-    check_backward(call->grad_finalize);
     const Tensor digits = torch::stable::contiguous(sums), references = torch::stable::contiguous(reference);
     call->grad_finalize(call.context, static_cast<const int64_t*>(digits.const_data_ptr()),
                         static_cast<const int32_t*>(references.const_data_ptr()), reference.numel(), head_dim, scale,
@@ -528,7 +520,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& q,
   Tensor dq = allocate_gradient(q, need_q), dk = allocate_gradient(k, need_k), dv = allocate_gradient(v, need_v);
   if (dq.numel() + dk.numel() + dv.numel() > 0) {
     Call call(q.device(), kernels);
-    check_backward(call->backward);
     call->backward(call.context, gradient.call, gradient_view(dq, need_q, dtype), gradient_view(dk, need_k, dtype),
                    gradient_view(dv, need_v, dtype));
   }

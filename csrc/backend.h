@@ -42,7 +42,7 @@ struct Backend {
   // The fused call: rowmax, accumulate and finalize without NUM ever in memory. rowmax and den as above.
   void (*forward)(const Context&, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
 
-  // The backward stages (section 8). Null where a device has none: api.cpp then says so.
+  // The backward stages (section 8).
 
   // References of the keys of the mask: a int32 [batch, q_heads, q_len]; b, c int32 [batch, kv_heads, kv_len], all
   // contiguous. kReferenceEmpty where no term is nonzero and outside [kv_lo, kv_hi), kReferencePoisoned for NaN rows.

@@ -264,6 +264,9 @@ DET_HD float output_of(double num, int64_t den, int64_t special, int weight_bits
 // ---- Section 8: gradients --------------------------------------------------------------------------------------
 
 constexpr int kGradientBits = 23;  // G: a term of a gradient sum is an integer in [-2^G, 2^G]
+constexpr int kQueryGradientBits = kGradientBits;  // G of the terms of dQ,
+constexpr int kKeyGradientBits = kGradientBits;    // of dK,
+constexpr int kValueGradientBits = kGradientBits;  // of dV, which are never negative
 // References as int32: no nonzero term; and a term that is not a number, which makes the gradient row NaN (section 7).
 constexpr int32_t kReferenceEmpty = INT32_MIN;
 constexpr int32_t kReferencePoisoned = INT32_MAX;
@@ -314,6 +317,14 @@ constexpr int kHighestReference = 1200;
 DET_HD int reference_from_public(int32_t reference) {
   return reference < kLowestReference ? kLowestReference
                                       : (reference > kHighestReference ? kHighestReference : reference);
+}
+
+// A term of a gradient sum: x * 2^n, clamped to [-2^G, 2^G] and rounded. A NaN ends at 2^G.
+DET_HD int32_t gradient_term(float x, int n, int gradient_bits) {
+  const double limit = static_cast<double>(1 << gradient_bits);
+  const double y = scale_pow2(static_cast<double>(x), n < -1200 ? -1200 : (n > 2000 ? 2000 : n));  // beyond: 0, limit
+  const double below = y < limit ? y : limit;
+  return static_cast<int32_t>(rne(below > -limit ? below : -limit));
 }
 
 // One row of a gradient: f64 of the exact integer sum -> float32. scale is 1 for dK and dV.

@@ -45,10 +45,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter):
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no CUDA device" in str(r.longrepr)]
-    missing = [r for r in terminalreporter.stats.get("skipped", []) if "not in this build" in str(r.longrepr)]
-    if missing:
-        line = f"NO BACKWARD ON CUDA IN THIS BUILD: {len(missing)} tests did not run"
-        terminalreporter.write_sep("=", line, yellow=True, bold=True)
     few = [r for r in terminalreporter.stats.get("skipped", []) if "too few GPUs" in str(r.longrepr)]
     if few:
         line = f"TOO FEW GPUS, {torch.cuda.device_count()}: {len(few)} tests with more ranks did not run"

@@ -68,6 +68,8 @@ int64_t span_of(const Problem& p, const Shape& s) {
   return std::min(s.keys_pad, round_up(std::max<int64_t>(0, m.left + m.right) + kRowPad + kKeyPad, kKeyPad));
 }
 
+}  // namespace
+
 Shape shape_of(const Problem& p, Engine engine) {
   Shape s;
   s.heads = p.batch * p.kv_heads;
@@ -86,6 +88,8 @@ Shape shape_of(const Problem& p, Engine engine) {
   return s;
 }
 
+namespace {
+
 // Workspace for what the kernels derive from the inputs, filled; `values` or without those.
 Prepared prepare(const Context& ctx, Engine engine, const Problem& problem, const Shape& s, bool values) {
   const bool direct = engine == Engine::kDirect;  // no planes of keys and values
@@ -96,6 +100,7 @@ Prepared prepare(const Context& ctx, Engine engine, const Problem& problem, cons
   p.row_keys = workspace<int2>(ctx, s.heads * s.rows_pad);
   p.tile_first = workspace<int32_t>(ctx, s.heads * (s.rows_pad / kRowPad));
   prepare_queries(ctx, problem, s, p);
+  prepare_tiles(ctx, s, p);
   if (!direct) {
     p.key = workspace<uint8_t>(ctx, s.heads * s.planes * s.keys_pad * s.dims_pad);
     p.key_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);

@@ -303,6 +303,9 @@ void launch_value_planes(const Context& ctx, const Problem& problem, const Shape
 
 void prepare_queries(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
   launch_row_planes<true>(ctx, problem, s, out);
+}
+
+void prepare_tiles(const Context& ctx, const Shape& s, const Prepared& out) {
   tile_first_kernel<<<grid_of(s.heads * (s.rows_pad / kRowPad)), kWarpSize, 0, stream_of(ctx)>>>(s, out);
   check_launch("tile_first_kernel");
 }

@@ -91,6 +91,7 @@ __device__ __forceinline__ void byte_planes(const uint32_t (&w)[4], uint32_t (&p
 #endif
 
 void prepare_queries(const Context&, const Problem&, const Shape&, const Prepared&);
+void prepare_tiles(const Context&, const Shape&, const Prepared&);  // tile_first, after the queries
 void prepare_keys(const Context&, const Problem&, const Shape&, const Prepared&);
 void reset_values(const Context&, const Shape&, const Prepared&);  // value_range and value_special, before any values
 void prepare_values(const Context&, const Problem&, const Shape&, const Prepared&);

@@ -2,9 +2,13 @@
 // forward.cu strings them together.
 #pragma once
 
+#include "gradients.cuh"
+#include "paths.h"
 #include "sums.cuh"
 
 namespace det_attn::cuda {
+
+Shape shape_of(const Problem&, Engine);
 
 // One file each in instances/, so that they build in parallel.
 void launch_scores_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
@@ -24,6 +28,10 @@ void launch_sums_dropout_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_wgmma_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_direct_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_direct_high(const Context&, const SumsArgs&, int64_t tiles);
+void launch_pairs_highest(const Context&, const PairsArgs&);
+void launch_pairs_high(const Context&, const PairsArgs&);
+void launch_gradient_sums_highest(const Context&, const GradientSumsArgs&);
+void launch_gradient_sums_high(const Context&, const GradientSumsArgs&);
 
 // ---- edges.cu: what is not a matrix product ----
 // Public rowmax [heads * rows] <-> prepared.rowmax.

@@ -78,7 +78,6 @@ def det_attn(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        RuntimeError: from backward() of CUDA tensors, whose backward is not in this build yet.
         NotImplementedError: from the backward() of a gradient: the second derivative does not exist.
 
     Gradients of Q, K and V, those that require one, are exact sums too (contract section 8): the same bytes for every

@@ -141,7 +141,6 @@ def grad_reference(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
-        RuntimeError: the tensors are on CUDA, whose backward is not in this build.
     """
     given = (Q, K, V, dO, out, rowmax, DEN)
     call, modifiers = _call(

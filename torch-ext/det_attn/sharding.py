@@ -46,7 +46,7 @@ def det_attn_sharded(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        RuntimeError: from backward() of CUDA tensors, whose backward is not in this build yet, and of a gradient.
+        NotImplementedError: from the backward() of a gradient: the second derivative does not exist.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)

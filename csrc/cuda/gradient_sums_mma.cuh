@@ -1,0 +1,431 @@
+// Gradient sums kernel on mma.sync (sm_80 and up): p or ds of a strip, references and transposed planes of K, Q or dO
+// -> the exact sums of dQ, dK and dV (docs/contract.md section 8). One CTA owns kRows x kDims sums over a part of the
+// inner dimension; four warps round terms while the other four multiply, then the reverse.
+#pragma once
+
+#include "common.cuh"
+#include "gradients.cuh"
+#include "mma.cuh"
+
+namespace det_attn::cuda {
+
+// A term in [-2^G, 2^G] is three bytes, the top one signed where terms are. Then 2^23 itself does not fit: it is kept as
+// -2^23, and a fourth plane holds 128 there, which is multiplied twice at the top plane's position: 2 * 128 * 2^16.
+constexpr int kTermPlanes = 3;
+static_assert(kQueryGradientBits <= 23 && kKeyGradientBits <= 23, "signed terms must fit three bytes and that repair");
+static_assert(kValueGradientBits <= 23, "unsigned terms up to 2^G must fit three bytes");
+
+// FETCHES steps of pairs are on their way from memory at a time: two where shared memory has room for them.
+template <int V_PLANES, int DIMS, int FETCHES>
+struct GradientTile {
+  static constexpr int kFactorPlanes = V_PLANES, kDims = DIMS;
+  static constexpr int kPositions = kTermPlanes + V_PLANES - 1;
+  static constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;
+  static constexpr int kWarpsD = DIMS / 32, kWarpsM = kWarps / kWarpsD;
+  static constexpr int kRows = kWarpsM * 32;
+  static constexpr int kStep = 4 * kPairBlock * kPairBlock / kRows;  // four blocks of pairs, half a block a warp
+  static constexpr int kBlocksK = kStep / kPairBlock;
+  static constexpr int kTermPlaneBytes = kRows * kStep;
+  static constexpr int kTermBytes = (kTermPlanes + 1) * kTermPlaneBytes;
+  static constexpr int kFactorBlockBytes = DIMS * kPairBlock;
+  static constexpr int kFactorPlaneBytes = kBlocksK * kFactorBlockBytes;
+  static constexpr int kFactorBytes = V_PLANES * kFactorPlaneBytes;
+  static constexpr int kFetchBytes = kRows * kStep * 4;
+  static constexpr int kFetches = FETCHES, kExponents = 2 * FETCHES;  // a slow warp may still read the step before
+  static constexpr int kFetchAt = 2 * (kTermBytes + kFactorBytes), kExponentsAt = kFetchAt + FETCHES * kFetchBytes;
+  static constexpr int kShiftsAt = kExponentsAt + kExponents * kStep * 4;
+  static constexpr int kSharedBytes = kShiftsAt + kRows * 4;
+};
+static_assert(GradientTile<3, 128, 1>::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
+
+// A position takes at most 3 products an inner row, each at most 255 * 255, in an int32.
+constexpr int64_t kMostInnerRows = 8192;
+static_assert(kMostInnerRows * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must hold a CTA's part");
+static_assert(kMostInnerRows << (23 + kHighest.operand_bits - 1) < INT64_MAX / 2, "and an int64 its sum");
+
+// x * 2^n clamped to [-2^G, 2^G] and rounded, as gradient_term(), in float32: scaling by a power of two is exact, or
+// ends below 2^-126, where the term is 0, or above 2^127, where it is clamped. Two factors, since n leaves float32's
+// exponents; beyond [-252, 254] the term is 0 or clamped whatever x is.
+__device__ __forceinline__ int32_t quick_term(float x, int n, float limit) {
+  n = max(-252, min(n, 254));
+  const int half = n >> 1;
+  const float y = mul_f32(mul_f32(x, __uint_as_float(static_cast<uint32_t>(half + 127) << 23)),
+                          __uint_as_float(static_cast<uint32_t>(n - half + 127) << 23));
+  return __float2int_rn(fmaxf(fminf(y, limit), -limit));  // fminf() takes a NaN to the limit
+}
+
+// Which part of the sums a CTA has.
+struct GradientWork {
+  int64_t head;
+  int row;  // the first of its rows: query rows (of_query) or keys; 2^31 of either fit no memory
+  int inner_begin, inner_end;
+  int dim_block;
+};
+
+// OF_QUERY: dQ. SIGNED: terms are ds; otherwise p.
+template <class Tile, bool OF_QUERY, bool SIGNED>
+struct GradientSums {
+  static constexpr int V = Tile::kFactorPlanes;
+
+  const GradientSumsArgs& args;
+  const SumJob& job;
+  const GradientWork& work;
+  uint8_t* shared;
+  int lane, warp;
+  // The half block that this thread rounds: rows block_m, inner block block_k, columns of parity j.
+  int block_m, block_k, j;
+  unsigned dirty;  // bit s: the thread left something in the fourth plane of stage s
+  int32_t acc[Tile::kPositions][2][4][4];
+
+  // Shared memory beside the stages: G - reference of the tile's rows, kNoTerms where they have none.
+  static constexpr int kNoTerms = INT32_MIN;
+  __device__ __forceinline__ int* shifts() const { return reinterpret_cast<int*>(shared + Tile::kShiftsAt); }
+
+  __device__ __forceinline__ int row_in_tile(int i) const {  // of the sums' rows
+    return block_m * 32 + 8 * i + (OF_QUERY ? lane / 4 : 2 * (lane % 4) + j);
+  }
+
+  __device__ __forceinline__ GradientSums(const GradientSumsArgs& args, const SumJob& job, const GradientWork& work,
+                                          uint8_t* shared)
+      : args(args), job(job), work(work), shared(shared) {
+    lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    j = warp & 1, block_m = (warp >> 1) / Tile::kBlocksK, block_k = (warp >> 1) % Tile::kBlocksK;
+    if (threadIdx.x < Tile::kRows) {
+      const int64_t row = work.row + threadIdx.x, real = OF_QUERY ? args.shape.rows : args.shape.keys;
+      const int32_t reference = row < real ? job.reference[work.head * job.reference_stride + row] : kReferenceEmpty;
+      int shift;
+      shifts()[threadIdx.x] = term_shift(reference, job.bits, shift) ? shift : kNoTerms;
+    }
+    dirty = 0;
+    for (int i = threadIdx.x; i < Tile::kTermPlaneBytes / 4; i += Tile::kThreads) {
+      for (int stage = 0; stage < 2; ++stage)
+        reinterpret_cast<uint32_t*>(shared + stage * Tile::kTermBytes + kTermPlanes * Tile::kTermPlaneBytes)[i] = 0;
+    }
+#pragma unroll
+    for (int p = 0; p < Tile::kPositions; ++p)
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[p][m][n][i] = 0;
+  }
+
+  // Keys that some of the 64 query rows at `row` attend, whole steps: there pairs were kept.
+  __device__ __forceinline__ int2 kept_keys(int row) const {
+    const int64_t at = (work.head * args.shape.rows_pad + row / kPairStep * kPairStep) / 32;
+    const int2 x = args.state.range[at], y = args.state.range[at + 1];
+    const int begin = min(x.x, y.x), end = max(x.y, y.y);
+    return make_int2(begin / kPairStep * kPairStep, (end + kPairStep - 1) / kPairStep * kPairStep);
+  }
+
+  // Whether the block of pairs at (row, key) was kept.
+  __device__ __forceinline__ bool is_kept(int row, int key) const {
+    const int2 keys = kept_keys(row);
+    return key >= keys.x && key < keys.y;
+  }
+
+  // The first step from `inner` on that has pairs.
+  __device__ __forceinline__ int next_step(int inner) const {
+    // Of dQ, the CTA's part is cut to what its rows attend.
+    if constexpr (!OF_QUERY) {
+      for (; inner < work.inner_end; inner += Tile::kStep) {
+        const int2 keys = kept_keys(inner);
+        if (work.row < keys.y && work.row + Tile::kRows > keys.x) break;
+      }
+    }
+    return inner;
+  }
+
+  __device__ __forceinline__ int next_of(int inner) const {
+    return inner < work.inner_end ? next_step(inner + Tile::kStep) : inner;
+  }
+
+  // Brings the thread's own 4 x 4 pairs and the exponents of the inner rows of step number `step`, if it is one.
+  __device__ __forceinline__ void fetch(int inner, int step) const {
+    if (inner < work.inner_end) fetch_step(inner, step);
+    commit_copies();
+  }
+  __device__ __forceinline__ void fetch_step(int inner, int step) const {
+    const int of_sum = work.row + block_m * 32, of_inner = inner + block_k * 32;
+    const int row = OF_QUERY ? of_sum : of_inner, key = OF_QUERY ? of_inner : of_sum;
+    const float4* from = (job.of_p ? args.pairs.p : args.pairs.ds) + args.pairs.block(args.strip, work.head, row, key) +
+                         j * 4 * kWarpSize + lane;
+    float4* to = reinterpret_cast<float4*>(shared + Tile::kFetchAt + step % Tile::kFetches * Tile::kFetchBytes) +
+                 threadIdx.x;
+    if (is_kept(row, key)) {
+#pragma unroll
+      for (int mh = 0; mh < 4; ++mh)
+        copy_async16(shared_address(to + mh * Tile::kThreads), from + mh * kWarpSize);
+    } else {
+#pragma unroll
+      for (int mh = 0; mh < 4; ++mh) to[mh * Tile::kThreads] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    if (threadIdx.x < Tile::kStep / 4) {
+      const int64_t inner_pad = OF_QUERY ? args.shape.keys_pad : args.shape.rows_pad;
+      copy_async16(shared_address(shared + Tile::kExponentsAt + step % Tile::kExponents * Tile::kStep * 4) +
+                       threadIdx.x * 16,
+                   job.exponent + work.head * inner_pad + inner + threadIdx.x * 4);
+    }
+  }
+
+  // The thread's terms: t[row of the sums / 8][inner row / 8] from x[query row / 8][key / 8].
+  __device__ __forceinline__ void terms_of(const float (&x)[4][4], const int (&exponent)[4], const int (&shift)[4],
+                                           int32_t (&t)[4][4]) const {
+    const float limit = static_cast<float>(1 << job.bits);
+    int least = INT32_MAX, most = INT32_MIN, lowest = INT32_MAX, highest = INT32_MIN;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      least = min(least, shift[i]), most = max(most, shift[i]);
+      lowest = min(lowest, exponent[i]), highest = max(highest, exponent[i]);
+    }
+    // Ordinary numbers: every power of two below is a float32, so one product scales exactly; see quick_term().
+    if (least >= -60 && most <= 60 && lowest >= -60 && highest <= 60) {
+      float of_row[4], of_inner[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        of_row[i] = __uint_as_float(static_cast<uint32_t>(shift[i] + 127) << 23);
+        of_inner[i] = __uint_as_float(static_cast<uint32_t>(exponent[i] + 127) << 23);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float y = mul_f32(OF_QUERY ? x[i][k] : x[k][i], mul_f32(of_row[i], of_inner[k]));
+          t[i][k] = __float2int_rn(fmaxf(fminf(y, limit), -limit));
+        }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int32_t term = quick_term(OF_QUERY ? x[i][k] : x[k][i], exponent[k] + shift[i], limit);
+        t[i][k] = shift[i] == kNoTerms ? 0 : term;
+      }
+  }
+
+  // Terms of the fetched pairs into a stage, as byte planes. Returns whether the fourth plane matters.
+  __device__ __forceinline__ bool round_terms(int step) {
+    const int stage = step & 1;
+    const float4* fetched = reinterpret_cast<const float4*>(shared + Tile::kFetchAt +
+                                                            step % Tile::kFetches * Tile::kFetchBytes) + threadIdx.x;
+    const int* exponents = reinterpret_cast<const int*>(shared + Tile::kExponentsAt) +
+                           step % Tile::kExponents * Tile::kStep + block_k * 32 +
+                           (OF_QUERY ? 2 * (lane % 4) + j : lane / 4);
+    float x[4][4];  // [row / 8][key / 8]
+    int exponent[4], shift[4];
+    int32_t t[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = fetched[i * Tile::kThreads];
+      x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+      exponent[i] = exponents[8 * i];
+      shift[i] = shifts()[row_in_tile(i)];
+    }
+    terms_of(x, exponent, shift, t);
+
+    const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4;
+    uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kRows * 32 + (row_in_tile(0) >> 3) * 256 +
+                        (word >> 2) * 128 + (row_in_tile(0) & 7) * 16 + (word & 3) * 4;  // of row i: 256 * i further
+    int32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[4], planes[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        words[k] = static_cast<uint32_t>(t[i][k]);
+        if (SIGNED) top = max(top, t[i][k]);
+      }
+      byte_planes(words, planes);
+#pragma unroll
+      for (int p = 0; p < kTermPlanes; ++p)
+        *reinterpret_cast<uint32_t*>(to + p * Tile::kTermPlaneBytes + 256 * i) = planes[p];
+    }
+    const bool over = SIGNED && top == 1 << 23;
+    if (SIGNED && (over || (dirty >> stage & 1))) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t bytes = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) bytes |= (t[i][k] == 1 << 23 ? 0x80u : 0u) << (8 * k);
+        *reinterpret_cast<uint32_t*>(to + kTermPlanes * Tile::kTermPlaneBytes + 256 * i) = bytes;
+      }
+      dirty = (dirty & ~(1u << stage)) | static_cast<unsigned>(over) << stage;
+    }
+    return over;
+  }
+
+  // The factor's planes of a step into a stage.
+  __device__ __forceinline__ void copy_factor(int inner, int stage) const {
+    const int64_t inner_pad = OF_QUERY ? args.shape.keys_pad : args.shape.rows_pad;
+    const int64_t block_bytes = int64_t(args.shape.value_dims_pad) * kPairBlock, blocks = inner_pad / kPairBlock;
+    const uint8_t* from = job.factor + (work.head * V * blocks + inner / kPairBlock) * block_bytes +
+                          work.dim_block * Tile::kFactorBlockBytes;
+    const uint32_t to = shared_address(shared) + 2 * Tile::kTermBytes + stage * Tile::kFactorBytes;
+#pragma unroll 1  // their addresses would cost registers
+    for (int p = 0; p < V; ++p)
+#pragma unroll 1
+      for (int b = 0; b < Tile::kBlocksK; ++b)
+        for (int i = threadIdx.x * 16; i < Tile::kFactorBlockBytes; i += Tile::kThreads * 16)
+          copy_async16(to + p * Tile::kFactorPlaneBytes + b * Tile::kFactorBlockBytes + i,
+                       from + (p * blocks + b) * block_bytes + i);
+  }
+
+  template <bool A_SIGNED>
+  __device__ __forceinline__ void multiply_plane(int plane, const uint32_t (&a)[2][4], const uint32_t (&b)[V][2][4]) {
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const uint32_t b0 = b[v][n / 2][(n & 1) * 2], b1 = b[v][n / 2][(n & 1) * 2 + 1];
+          if (v == V - 1) {
+            mma_bytes<A_SIGNED, true>(acc[plane + v][m][n], a[m], b0, b1);
+          } else {
+            mma_bytes<A_SIGNED, false>(acc[plane + v][m][n], a[m], b0, b1);
+          }
+        }
+  }
+
+  __device__ __forceinline__ void multiply(int stage, bool over) {
+    const int matrix = lane / 8, matrix_row = lane % 8;
+    const int warp_m = warp % Tile::kWarpsM, warp_d = warp / Tile::kWarpsM;
+    const uint32_t base = shared_address(shared);
+    const uint32_t a_lane = base + stage * Tile::kTermBytes + warp_m * 1024 + (matrix & 1) * 256 + (matrix >> 1) * 128 +
+                            matrix_row * 16;
+    const uint32_t b_lane = base + 2 * Tile::kTermBytes + stage * Tile::kFactorBytes + warp_d * 1024 +
+                            (matrix >> 1) * 256 + (matrix & 1) * 128 + matrix_row * 16;
+#pragma unroll 1  // the next block's operands would not find registers
+    for (int k = 0; k < Tile::kBlocksK; ++k) {
+      uint32_t b[V][2][4], a[2][4];
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          load_matrices(b[v][n], b_lane + v * Tile::kFactorPlaneBytes + k * Tile::kFactorBlockBytes + n * 512);
+      const auto load_a = [&](int plane) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+          load_matrices(a[m], a_lane + plane * Tile::kTermPlaneBytes + k * Tile::kRows * 32 + m * 512);
+      };
+      load_a(0);
+      multiply_plane<false>(0, a, b);
+      load_a(1);
+      multiply_plane<false>(1, a, b);
+      load_a(2);
+      multiply_plane<SIGNED>(2, a, b);
+      if (SIGNED && over) {
+        load_a(3);
+        multiply_plane<false>(2, a, b);
+        multiply_plane<false>(2, a, b);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    constexpr int kFetches = Tile::kFetches;
+    int inner[kFetches + 2];  // this step and those that follow, as far as their pairs were asked for
+    inner[0] = next_step(work.inner_begin);
+    if (inner[0] >= work.inner_end) return;
+#pragma unroll
+    for (int i = 0; i <= kFetches; ++i) inner[i + 1] = next_of(inner[i]);
+    copy_factor(inner[0], 0);
+#pragma unroll
+    for (int i = 0; i < kFetches; ++i) fetch(inner[i], i);
+    wait_copies<kFetches - 1>();
+    __syncthreads();  // the fourth plane is clear, too
+    bool over = round_terms(0);
+    fetch(inner[kFetches], kFetches);
+#pragma unroll 1
+    for (int step = 0; inner[0] < work.inner_end; ++step) {
+      wait_copies<kFetches - 1>();
+      const bool any_over = __syncthreads_or(over);  // this step is there, and the one before has been read
+      over = false;
+      if (inner[1] < work.inner_end) copy_factor(inner[1], (step + 1) & 1);
+      commit_copies();
+      // A scheduler's two warps do these in opposite order, so that one multiplies while the other rounds.
+#pragma unroll 1
+      for (int phase = 0; phase < 2; ++phase) {
+        if ((phase == 0) == (warp < 4)) {
+          multiply(step & 1, any_over);
+        } else {
+          if (inner[1] < work.inner_end) over = round_terms(step + 1);
+          fetch(inner[kFetches + 1], step + 1 + kFetches);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i <= kFetches; ++i) inner[i] = inner[i + 1];
+      inner[kFetches + 1] = next_of(inner[kFetches]);
+    }
+    add_sums();
+  }
+
+  __device__ __forceinline__ void add_sums() const {
+    const int warp_m = warp % Tile::kWarpsM, warp_d = warp / Tile::kWarpsM;
+    const int64_t real = OF_QUERY ? args.shape.rows : args.shape.keys;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int64_t row = work.row + warp_m * 32 + m * 16 + (i >> 1) * 8 + lane / 4;
+          const int dim = work.dim_block * Tile::kDims + warp_d * 32 + n * 8 + (lane % 4) * 2 + (i & 1);
+          int64_t sum = 0;
+#pragma unroll
+          for (int p = Tile::kPositions - 1; p >= 0; --p) sum = (sum << 8) + acc[p][m][n][i];
+          if (row < real && dim < args.shape.dims)
+            add_to_sum(job.at(work.head, row, args.shape.dims, dim), job.digit_stride, sum);
+        }
+  }
+};
+
+// The CTA's part; inner_begin >= inner_end where there is nothing to do.
+template <class Tile>
+__device__ __forceinline__ GradientWork gradient_work(const GradientSumsArgs& args, const SumJob& job) {
+  const Shape& s = args.shape;
+  const Strip& strip = args.strip;
+  GradientWork w;
+  w.dim_block = blockIdx.x % args.dim_blocks;
+  const int64_t tiles = (job.of_query ? strip.rows : s.keys_pad) / Tile::kRows, tile = blockIdx.x / args.dim_blocks;
+  w.inner_begin = w.inner_end = 0;
+  if (tile >= tiles * strip.heads) return w;
+  w.head = strip.head + tile / tiles;
+  if (job.of_query) {  // the longest rows of a causal call first
+    w.row = static_cast<int>(strip.row + (tiles - 1 - tile % tiles) * Tile::kRows);
+    int begin = INT32_MAX, end = 0;
+    for (int i = 0; i < Tile::kRows / 32; ++i) {
+      const int2 range = args.state.range[(w.head * s.rows_pad + w.row) / 32 + i];
+      begin = min(begin, range.x), end = max(end, range.y);
+    }
+    const int part = static_cast<int>(blockIdx.y * args.split_keys);
+    w.inner_begin = max(begin / kPairStep * kPairStep, part);
+    w.inner_end = static_cast<int>(min(static_cast<int64_t>(end), part + args.split_keys));
+  } else {
+    w.row = static_cast<int>(tile % tiles * Tile::kRows);
+    const int64_t part = strip.row + blockIdx.y * args.split_rows;
+    w.inner_begin = static_cast<int>(min(part, s.rows));
+    w.inner_end = static_cast<int>(min(min(strip.row + strip.rows, s.rows), part + args.split_rows));
+  }
+  return w;
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    gradient_sums_kernel(const __grid_constant__ GradientSumsArgs args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const SumJob& job = args.jobs[blockIdx.z];
+  const GradientWork work = gradient_work<Tile>(args, job);
+  if (work.inner_begin >= work.inner_end) return;
+  if (job.of_query) {
+    GradientSums<Tile, true, true>(args, job, work, shared).run();
+  } else if (!job.of_p) {
+    GradientSums<Tile, false, true>(args, job, work, shared).run();
+  } else {
+    GradientSums<Tile, false, false>(args, job, work, shared).run();
+  }
+}
+
+}  // namespace det_attn::cuda

@@ -1,0 +1,39 @@
+// Launch of the pairs kernel: picks the tile that the card's shared memory holds.
+#pragma once
+
+#include "../pairs_mma.cuh"
+#include "../tensor_core.cuh"
+
+namespace det_attn::cuda {
+
+template <class Tile, bool WIDE>
+bool launch_pairs_tile(const Context& ctx, const PairsArgs& args) {
+  int limit = 0;
+  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx.device), "cudaDeviceGetAttribute");
+  const int bytes = Tile::shared_bytes(args.shape.dims_pad, WIDE);
+  auto kernel = pairs_kernel<Tile, WIDE>;
+  // Beside it the kernel's own arrays, at most 8 KB.
+  if (bytes + 8192 > limit) return false;
+  allow_shared(kernel, bytes);
+  const dim3 grid(grid_of(args.strip.heads * (args.strip.rows / Tile::kRows)),
+                  static_cast<unsigned>(ceil_div(args.shape.keys_pad, kPairSlab)));
+  kernel<<<grid, Tile::kThreads, bytes, stream_of(ctx)>>>(args);
+  check_launch("pairs_kernel");
+  return true;
+}
+
+// The large tiles keep their rows and use each key tile for all of them; the small one fits 99 KB parts (sm_86, sm_89,
+// sm_120) at any head_dim. 128 dims are as many as two digit positions of three planes can share an int32 in: Groups.
+template <int PLANES>
+void launch_pairs_planes(const Context& ctx, const PairsArgs& args) {
+  constexpr bool kCanBeWide = PLANES == 3;
+  using Small = PairsTile<PLANES, 64, 32, 1, false>;
+  if (kCanBeWide && args.shape.dims_pad > 128) {
+    if (!launch_pairs_tile<PairsTile<PLANES, 64, 64, 2, true>, kCanBeWide>(ctx, args))
+      launch_pairs_tile<Small, kCanBeWide>(ctx, args);
+  } else if (!launch_pairs_tile<PairsTile<PLANES, 128, 64, 2, true>, false>(ctx, args)) {
+    launch_pairs_tile<Small, false>(ctx, args);
+  }
+}
+
+}  // namespace det_attn::cuda

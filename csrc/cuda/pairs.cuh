@@ -1,0 +1,307 @@
+// Pairs stage of the backward pass, the part every tensor-core path shares: digit accumulators of Q K^T -> p, of dO V^T
+// -> ds; their reference exponents; and both where the gradient sums kernel reads them (docs/contract.md sections 2, 4
+// and 8). Works on C fragments of 16 x 32 pairs.
+#pragma once
+
+#include "gradients.cuh"
+#include "weights.cuh"
+
+namespace det_attn::cuda {
+
+// ---- what a warp knows of its rows, a lane of its own ----
+
+// Over a warp's rows; those that take no part count for the mask only, since their p is 0 whatever their scores are.
+struct PairWarp {
+  WarpRows rows;
+  int begin_max, end_min;  // keys in [begin_max, end_min) are attended by all rows
+  bool ordinary;           // exponents of Q and dO are within kOrdinaryExponent
+};
+
+// Where the exponents of a pair's rows are at most this, powers of two made of them are float32 numbers.
+constexpr int kOrdinaryExponent = 30;
+__device__ __forceinline__ bool is_ordinary(int e) { return e >= -kOrdinaryExponent && e <= kOrdinaryExponent; }
+__device__ __forceinline__ float power_of_two(int n) { return __int_as_float((n + 127) << 23); }  // -126 <= n <= 127
+
+// ROWS: 16 or 32.
+template <int ROWS>
+__device__ __forceinline__ PairWarp pair_warp(const RowState* rows, int lane) {
+  const RowState& own = rows[lane % ROWS];
+  const bool counts = own.maximum != kFarMaximum;
+  const bool ordinary = !counts || (is_ordinary(own.query_exponent) && is_ordinary(own.grad_exponent));
+  return {{__reduce_min_sync(kFullWarp, counts ? own.query_exponent : INT32_MAX),
+           __reduce_max_sync(kFullWarp, counts ? own.query_exponent : INT32_MIN),
+           __reduce_min_sync(kFullWarp, own.end)},
+          __reduce_max_sync(kFullWarp, own.begin),
+          __reduce_min_sync(kFullWarp, own.end),
+          static_cast<bool>(__all_sync(kFullWarp, ordinary))};
+}
+
+// A lane's columns of a block are 8 * n + 2 * (lane % 4) + j, n < 4, j < 2; its rows lane / 4 + 8 * h, h < 2. Exponents
+// of the columns' rows of K and V.
+struct LaneKeys {
+  int key[4][2], value[4][2];
+  __device__ __forceinline__ LaneKeys(const int2* keys, int lane) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int4 two = *reinterpret_cast<const int4*>(keys + n * 8 + (lane % 4) * 2);
+      key[n][0] = two.x, value[n][0] = two.y, key[n][1] = two.z, value[n][1] = two.w;
+    }
+  }
+};
+
+// ---- section 2 and 4: scores to p ----
+
+// Any exponents, any scores, 64 bits throughout. Out of line: ordinary tiles do not come here.
+struct BlockDistances {
+  uint32_t distance[4][4];
+};
+static __device__ __noinline__ BlockDistances careful_distances(const Dots dots, int eq0, int eq1, const int2* keys,
+                                                                int64_t m0, int64_t m1, int lane) {
+  BlockDistances out;
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int ek = keys[n * 8 + (lane % 4) * 2 + (i & 1)].x;
+      const int64_t s = score_of(dots.dot[n][i], score_shift(i >> 1 ? eq1 : eq0, ek, kHighest.operand_bits));
+      out.distance[n][i] = clamp_distance((i >> 1 ? m1 : m0) - s);
+    }
+  return out;
+}
+
+// M - S for |S| < 2^30, at most kDistanceLimit: from 3 * 2^29 on every distance is at least 2^29, and at -2^30 or below
+// each is 0, so M may be clamped there.
+__device__ __forceinline__ int32_t narrow_maximum(int64_t m) {
+  return static_cast<int32_t>(max(min(m, int64_t(3) << 29), -(int64_t(1) << 30)));
+}
+__device__ __forceinline__ uint32_t narrow_distance(int32_t m, int32_t s) {
+  return min(static_cast<uint32_t>(max(m, s)) - static_cast<uint32_t>(s), kDistanceLimit);
+}
+
+// p of a block of 16 rows and 32 keys. rows: the block's; keys: exponents of the 32; key_base: the first of them.
+template <int PLANES, class Acc>
+__device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWarp& warp, const RowState* rows,
+                                                    const int2* keys, int key_base, int lane, float (&p)[4][4]) {
+  constexpr int kWeightBits = PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
+  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
+  uint32_t distance[4][4];
+  // The shortcut of finish_block().
+  const int ek_max = __reduce_max_sync(kFullWarp, keys[lane].x), ek_min = __reduce_min_sync(kFullWarp, keys[lane].x);
+  const int r_min = score_shift(warp.rows.exponent_max, ek_max, kHighest.operand_bits);
+  const int r_max = score_shift(warp.rows.exponent_min, ek_min, kHighest.operand_bits);
+  bool small = warp.rows.exponent_min <= warp.rows.exponent_max && r_min >= 17 && r_max <= 24;
+  if (small) {
+    const int bias = 1 << (r_min + 5);
+    uint32_t above = 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) above |= static_cast<uint32_t>(acc(kGroupHi, n, i) + bias);
+    small = __all_sync(kFullWarp, above >> (r_min + 6) == 0);
+  }
+  if (small) {
+    const LaneKeys columns(keys, lane);
+    const int shift[2] = {score_shift(row0.query_exponent, 0, kHighest.operand_bits) + 7,
+                          score_shift(row1.query_exponent, 0, kHighest.operand_bits) + 7};
+    const int32_t m[2] = {narrow_maximum(row0.maximum), narrow_maximum(row1.maximum)};
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int32_t s = (half_score<PLANES, false>(acc, n, i, shift[i >> 1] - columns.key[n][i & 1]) + 1) >> 1;
+        distance[n][i] = narrow_distance(m[i >> 1], s);
+      }
+  } else {
+    Dots dots;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, false>(acc, n, i);
+    const BlockDistances found = careful_distances(dots, row0.query_exponent, row1.query_exponent, keys, row0.maximum,
+                                                   row1.maximum, lane);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) distance[n][i] = found.distance[n][i];
+  }
+  // W has at most 24 significant bits: the polynomial has 24, and once some are rounded away W is at most 2^24. Both
+  // factors are float32 numbers then, and their float32 product is probability_of(), rounded once.
+  const float inverse[2] = {static_cast<float>(row0.inverse), static_cast<float>(row1.inverse)};
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      p[n][i] = mul_f32(__uint2float_rn(weight_from_distance<kWeightBits>(distance[n][i])), inverse[i >> 1]);
+  if (key_base < warp.begin_max || key_base + kPairBlock > warp.end_min) {
+    const int begin[2] = {row0.begin, row1.begin}, end[2] = {row0.end, row1.end};
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = key_base + n * 8 + (lane % 4) * 2 + (i & 1);
+        if (key < begin[i >> 1] || key >= end[i >> 1]) p[n][i] = 0.0f;
+      }
+  }
+}
+
+// ---- section 8: dP to ds ----
+
+// Whether every row of the warp and every key of the block has ordinary exponents.
+__device__ __forceinline__ bool is_ordinary_block(const PairWarp& warp, const int2* keys, int lane) {
+  return warp.ordinary && __all_sync(kFullWarp, is_ordinary(keys[lane].x) && is_ordinary(keys[lane].y));
+}
+
+// ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large enough.
+// dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
+template <int PLANES, class Acc>
+__device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const LaneKeys& columns,
+                                            int lane, const float (&p)[4][4], float (&ds)[4][4]) {
+  constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
+  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
+  const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};
+  const float delta[2] = {row0.delta, row1.delta};
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float dot = __ll2float_rn(dot_of<PLANES, false>(acc, n, i));
+      const int unit = exponent[i >> 1] + columns.value[n][i & 1] - kFraction;
+      // The unit as a float32: one rounding of the exact product, as in float64.
+      const float gradient = ordinary ? mul_f32(dot, power_of_two(unit)) : score_gradient_of(dot, pow2(unit));
+      ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], gradient, delta[i >> 1]);
+    }
+}
+
+// ---- references ----
+
+// A lane's 8 columns (2 * n + j), each the maximum over its own rows -> the maximum over all rows of column lane / 4.
+__device__ __forceinline__ int scatter_max(int (&column)[8], int lane) {
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+    const bool upper = lane & (4 * half);
+#pragma unroll
+    for (int k = 0; k < half; ++k) {
+      const int keep = upper ? column[k + half] : column[k], give = upper ? column[k] : column[k + half];
+      column[k] = max(keep, __shfl_xor_sync(kFullWarp, give, 4 * half));
+    }
+  }
+  return column[0];
+}
+// The key, in its 32, of the column that scatter_max() leaves a lane.
+__device__ __forceinline__ int scattered_key(int lane) { return lane / 8 * 8 + lane % 4 * 2 + (lane / 4 & 1); }
+
+// The same by the rule, for blocks with extraordinary exponents or terms; raises the references itself. Out of line.
+struct BlockPairs {
+  float p[4][4], ds[4][4];
+};
+static __device__ __noinline__ void raise_carefully(const BlockPairs x, const References& to, const RowState* rows,
+                                                    const int2* keys, int64_t first_row, int64_t first_key,
+                                                    int rows_left, int lane) {
+  int b[8], c[8];
+  for (int h = 0; h < 2; ++h) {
+    const RowState& row = rows[lane / 4 + 8 * h];
+    int a = kNoTerm;
+    for (int q = 0; q < 8; ++q) {
+      const int n = q >> 1, i = 2 * h + (q & 1), e = term_exponent(x.ds[n][i]);
+      const int of_b = e + row.query_exponent, of_c = term_exponent(x.p[n][i]) + row.grad_exponent;
+      a = max(a, e + keys[n * 8 + (lane % 4) * 2 + (q & 1)].x);
+      b[q] = h == 0 ? of_b : max(b[q], of_b);
+      c[q] = h == 0 ? of_c : max(c[q], of_c);
+    }
+    a = max_over_quad(a);
+    if (lane % 4 == 0 && lane / 4 + 8 * h < rows_left) raise(to.a + first_row + lane / 4 + 8 * h, a);
+  }
+  raise(to.b + first_key + scattered_key(lane), scatter_max(b, lane));
+  raise(to.c + first_key + scattered_key(lane), scatter_max(c, lane));
+}
+
+// Maxima of |ds| and p times powers of two, as bits: non-negative float32 numbers order as they do, with NaN on top.
+// The powers are between 1 and 2^60, so products are exact, or too large, which `add` looks for.
+struct PairMaxima {
+  static constexpr int kLargest = (60 + 127) << 23;  // bits of 2^60: times 2^60 it is a float32
+  int b[8], c[8];                                    // of the lane's columns over the rows of one tile
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int q = 0; q < 8; ++q) b[q] = c[q] = 0;
+  }
+  // Folds a block in, its rows into `a`. False, and nothing done, where its terms are too large.
+  __device__ __forceinline__ bool add(const RowState* rows, const LaneKeys& columns, int lane, const float (&p)[4][4],
+                                      const float (&ds)[4][4], int (&a)[2]) {
+    int largest = 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_int(ds[n][i]) & 0x7fffffff);
+    if (__any_sync(kFullWarp, largest >= kLargest)) return false;
+    float of_query[2], of_grad[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowState& row = rows[lane / 4 + 8 * h];
+      const bool counts = row.maximum != kFarMaximum;  // the others' exponents may be anything, their terms are 0
+      of_query[h] = power_of_two((counts ? row.query_exponent : 0) + kOrdinaryExponent);
+      of_grad[h] = power_of_two((counts ? row.grad_exponent : 0) + kOrdinaryExponent);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float of_key = power_of_two(columns.key[n][j] + kOrdinaryExponent);
+        const int q = 2 * n + j;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float size = fabsf(ds[n][2 * h + j]);
+          a[h] = max(a[h], __float_as_int(mul_f32(size, of_key)));
+          b[q] = max(b[q], __float_as_int(mul_f32(size, of_query[h])));
+          c[q] = max(c[q], __float_as_int(mul_f32(p[n][2 * h + j], of_grad[h])));
+        }
+      }
+    return true;
+  }
+  __device__ __forceinline__ static int exponent(int bits) {
+    return term_exponent(__int_as_float(bits)) - kOrdinaryExponent;
+  }
+  __device__ __forceinline__ void publish(const References& to, int64_t first_key, int lane) {
+    raise(to.b + first_key + scattered_key(lane), exponent(scatter_max(b, lane)));
+    raise(to.c + first_key + scattered_key(lane), exponent(scatter_max(c, lane)));
+  }
+  // A row's maximum over a lane's columns of every tile, for all lanes of a quad.
+  __device__ __forceinline__ static void publish_row(int32_t* to, int a, bool real, int lane) {
+    const int e = exponent(max_over_quad(a));
+    if (lane % 4 == 0 && real) raise(to, e);
+  }
+};
+
+// ---- keeping pairs ----
+
+// The float4 of a lane and a row half: see Pairs. `to` is the block's first, m the 16-row half of the block.
+__device__ __forceinline__ void keep_block(float4* to, int m, int lane, const float (&x)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    __stcs(to + ((i & 1) * 4 + m * 2 + (i >> 1)) * kWarpSize + lane, make_float4(x[0][i], x[1][i], x[2][i], x[3][i]));
+}
+
+// Where a CTA of `ROWS` rows stands: a row tile of the strip, and the keys that it walks, whole steps of kPairStep.
+struct PairsWork {
+  int64_t head, row;
+  int begin, end;
+};
+template <int ROWS>
+__device__ __forceinline__ PairsWork pairs_work(const PairsArgs& args, int64_t tile, int slab, int slab_keys) {
+  const Shape& s = args.shape;
+  const int64_t tiles = args.strip.rows / ROWS;
+  PairsWork w;
+  w.head = args.strip.head + tile / tiles;
+  w.row = args.strip.row + (tiles - 1 - tile % tiles) * ROWS;  // the longest rows of a causal call first
+  int begin = INT32_MAX, end = 0;
+  for (int i = 0; i < ROWS / 32; ++i) {
+    const int2 range = args.state.range[(w.head * s.rows_pad + w.row) / 32 + i];
+    begin = min(begin, range.x), end = max(end, range.y);
+  }
+  begin = begin / kPairStep * kPairStep, end = (end + kPairStep - 1) / kPairStep * kPairStep;
+  w.begin = max(begin, slab * slab_keys);
+  w.end = min(end, slab * slab_keys + slab_keys);
+  return w;
+}
+
+}  // namespace det_attn::cuda
