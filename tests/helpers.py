@@ -41,6 +41,18 @@ def paths(kernel, device):
     return tuple(p for p in ALL_PATHS[device] if p == "auto" or path_is_there(kernel, device, p))
 
 
+def has_backward(kernel, device):
+    """Whether the device has a backward pass that takes modifiers. Any other refusal is a failure."""
+    x = torch.zeros(1, 1, 1, 8, device=device, requires_grad=True)
+    try:
+        kernel.det_attn(x, x, x, softcap=1.0).sum().backward()
+    except RuntimeError as error:
+        if "not in this build" in str(error) or "not implemented" in str(error):
+            return False
+        raise
+    return True
+
+
 @contextlib.contextmanager
 def threads(count):
     """torch's number of CPU threads within the block."""

@@ -43,7 +43,9 @@ def assert_same_results(found, expected):
 
 # ---- Schemas --------------------------------------------------------------------------------------------------------
 
-SCORES = "Tensor? bias, Tensor? alibi_slopes, Tensor? key_ranges, float softcap, SymInt window_left, SymInt window_right, "
+SCORES = (
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? key_ranges, float softcap, SymInt window_left, SymInt window_right, "
+)
 MODIFIERS = (
     f"{SCORES}float dropout_p, SymInt dropout_seed, SymInt dropout_query, SymInt dropout_key, SymInt dropout_head, "
     "Tensor? dropout_rows, Tensor? dropout_keys, "

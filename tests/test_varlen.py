@@ -11,7 +11,7 @@ import torch
 
 import generators
 from conftest import assert_same_bits
-from helpers import tensor
+from helpers import has_backward, tensor
 
 LENGTHS = [(5, 9), (0, 4), (40, 40), (1, 130), (7, 0), (33, 20)]
 HEADS = (4, 2)
@@ -31,7 +31,8 @@ def alone(call, lengths, q, k, v, dO=None):
     """out, and dQ, dK, dV for dO, of one call(Q, K, V, number) a sequence, packed again."""
     found, start_q, start_k = [], 0, 0
     for number, (n_q, n_k) in enumerate(lengths):
-        parts = [x[s : s + n].transpose(0, 1)[None] for x, s, n in ((q, start_q, n_q), (k, start_k, n_k), (v, start_k, n_k))]
+        where = ((q, start_q, n_q), (k, start_k, n_k), (v, start_k, n_k))
+        parts = [x[start : start + n].transpose(0, 1)[None] for x, start, n in where]
         leaves = [x.detach().clone().requires_grad_(dO is not None) for x in parts]
         out = call(*leaves, number)
         if dO is not None:
@@ -40,18 +41,6 @@ def alone(call, lengths, q, k, v, dO=None):
         found.append([x[0].transpose(0, 1) for x in results])
         start_q, start_k = start_q + n_q, start_k + n_k
     return [torch.cat(x) for x in zip(*found)]
-
-
-def has_backward(kernel, device):
-    x = torch.zeros(1, 1, 8, device=device, requires_grad=True)
-    cu = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    try:
-        kernel.det_attn_varlen(x, x, x, cu, cu, 1, 1).sum().backward()
-    except RuntimeError as error:
-        if "not in this build" in str(error) or "not implemented" in str(error):
-            return False
-        raise
-    return True
 
 
 CASES = {

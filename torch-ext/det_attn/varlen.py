@@ -89,8 +89,9 @@ def det_attn_varlen(
         rows = ((of_query << 32) + (position & 0xFFFFFFFF))[None]
         keys = _key_positions(starts, k_shape[2])
     diagonal, modifiers = checks.modifiers(
-        Q, k_shape, causal, 0, 0, None, window, softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed, 0, rows, keys
-    )
+        Q, k_shape, causal, 0, 0, None, window, softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed, 0, rows,
+        keys,
+    )  # fmt: skip
     scale = checks.softmax_scale(scale, q_shape[3])
     checks.precision_name(precision)
     checks.path_name(path, Q)
