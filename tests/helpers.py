@@ -41,6 +41,11 @@ def paths(kernel, device):
     return tuple(p for p in ALL_PATHS[device] if p == "auto" or path_is_there(kernel, device, p))
 
 
+def paths_of(kernel, device, modifiers):
+    """Those that take the call's modifiers; test_modifiers.py tests that the others refuse them."""
+    return tuple(p for p in paths(kernel, device) if not modifiers or p in ("auto", "reference"))
+
+
 @contextlib.contextmanager
 def threads(count):
     """torch's number of CPU threads within the block."""
@@ -85,29 +90,38 @@ def split_heads(**kwargs):
     return kwargs
 
 
-def oracle_boundaries(Q, K, V, causal=False, scale=None, precision="highest", q_offset=None):
+def of_scores(how):
+    """The arguments that rowmax takes too."""
+    return {name: x for name, x in how.items() if not name.startswith("dropout")}
+
+
+def oracle_boundaries(Q, K, V, causal=False, scale=None, precision="highest", q_offset=None, **modifiers):
     """Every named boundary by the oracle."""
     found = {}
     for name, kind, x in (("Q", "query", Q), ("K", "key", K), ("V", "value", V)):
         found[f"rows({name}).integers"], found[f"rows({name}).exponents"] = oracle.rows(
             x, kind, scale if kind == "query" else None, precision
         )
-    out, rowmax, num, den = oracle.det_attn(Q, K, V, causal, scale, precision=precision, q_offset=q_offset)
+    out, rowmax, num, den = oracle.det_attn(
+        Q, K, V, causal, scale, precision=precision, q_offset=q_offset, **modifiers
+    )
     found.update(rowmax=rowmax, NUM=num, DEN=den, out=out)
     return {name: tensor(x) for name, x in found.items()}
 
 
-def kernel_boundaries(kernel, Q, K, V, causal=False, scale=None, precision="highest", q_offset=None, path="auto"):
+def kernel_boundaries(
+    kernel, Q, K, V, causal=False, scale=None, precision="highest", q_offset=None, path="auto", **modifiers
+):
     """Every named boundary by the kernel, stage by stage; `fused` is the one call that does all."""
     found = {}
     for name, kind, x in (("Q", "query", Q), ("K", "key", K), ("V", "value", V)):
         found[f"rows({name}).integers"], found[f"rows({name}).exponents"] = kernel.rows(
             x, kind, scale if kind == "query" else None, precision=precision
         )
-    how = dict(precision=precision, q_offset=q_offset, path=path)
-    rowmax = kernel.rowmax(Q, K, causal, scale, **how)
+    how = dict(precision=precision, q_offset=q_offset, path=path, **modifiers)
+    rowmax = kernel.rowmax(Q, K, causal, scale, **of_scores(how))
     num, den = kernel.accumulate(Q, K, V, rowmax, causal, scale, **how)
-    out = kernel.finalize(num, den, precision=precision)
+    out = kernel.finalize(num, den, precision=precision, dropout_p=modifiers.get("dropout_p", 0.0))
     fused, state = kernel.det_attn(Q, K, V, causal, scale, return_state=True, **how)
     found.update(rowmax=rowmax, NUM=num, DEN=den, out=out, fused=fused)
     found.update({"fused rowmax": state.rowmax, "fused DEN": state.den})

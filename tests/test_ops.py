@@ -54,6 +54,8 @@ SCHEMAS = {
     f"SymInt kv_hi, {SCORES}str path) -> Tensor",
     "accumulate": "(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
     f"SymInt diagonal, SymInt kv_lo, SymInt kv_hi, {MODIFIERS}str path) -> (Tensor num, Tensor den)",
+    "accumulate_last": "(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
+    f"SymInt diagonal, SymInt kv_lo, SymInt kv_hi, {MODIFIERS}str path) -> (Tensor num, Tensor den, Tensor rowmax)",
     "finalize": "(Tensor num, Tensor den, str precision, ScalarType out_dtype, float dropout_p) -> Tensor",
     "forward": "(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, "
     f"SymInt kv_lo, SymInt kv_hi, ScalarType out_dtype, {MODIFIERS}str path) -> "
@@ -96,6 +98,7 @@ def op_arguments(kernel, device):
             for modifiers in (NO_MODIFIERS, every_modifier(q, K)):
                 yield "rowmax", (q, K, *mask, *modifiers[:6], "auto")
                 yield "accumulate", (q, K, V, M, *mask, *modifiers, "auto")
+                yield "accumulate_last", (q, K, V, M, *mask, *modifiers, "auto")
                 yield "forward", (q, K, V, *mask, torch.float32, *modifiers, "auto")
                 yield "forward", (q, K, V, *mask, dtype, *modifiers, "reference")
         yield "finalize", (NUM, DEN, "highest", dtype, 0.0)

@@ -372,6 +372,31 @@ def _ranges(ranges, Q):
         raise ValueError("key_ranges: got a tensor that is not contiguous: call .contiguous()")
 
 
+def length(x, name):
+    _integer(x, name)
+    if x < 0:
+        raise ValueError(f"{name}: got {x}, must not be negative")
+
+
+def vector(x, name, Q, size):
+    """int32 [size] on Q's device; size None is any."""
+    _tensor(x, name)
+    if x.dtype is not torch.int32:
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be int32")
+    _same_device(x, Q.device, name, "q")
+    if x.dim() != 1 or (size is not None and x.shape[0] != size):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be [{'N + 1' if size is None else size}]")
+
+
+def table(x, Q, sequences):
+    _tensor(x, "block_table")
+    if x.dtype is not torch.int32:
+        raise TypeError(f"block_table: got dtype {x.dtype}, must be int32")
+    _same_device(x, Q.device, "block_table", "q")
+    if x.dim() != 2 or x.shape[0] != sequences:
+        raise ValueError(f"block_table: got shape {tuple(x.shape)}, must be [{sequences}, max_blocks]")
+
+
 def _ids(x, name, Q, shape):
     _row_integers(x, name, torch.int64, Q.device, torch.Size(shape), _ID_SHAPES[name], None)
     if not x.is_contiguous():
@@ -468,7 +493,7 @@ def layout(x, q_len, kv_len, device):
             raise TypeError(f"layout: got positions of dtype {positions.dtype}, must be int64")
         if positions.shape != (length,):
             raise ValueError(
-                f"layout: got positions of shape {tuple(positions.shape)}, must be one for each row of {rows}, ({length},)"
+                f"layout: got positions of shape {tuple(positions.shape)}, must be one a row of {rows}, ({length},)"
             )
         _same_device(positions, device, "layout", "q")
     return pair
