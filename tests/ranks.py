@@ -49,9 +49,11 @@ class Ranks:
 
     def results(self, size, name, by_rank=None, **arguments):
         """The same where nobody may raise."""
-        found = self.run(size, name, by_rank, **arguments)
+        return self.checked(self.run(size, name, by_rank, **arguments))
+
+    def checked(self, found):
         for rank, answer in enumerate(found):
-            assert not isinstance(answer, Raised), f"rank {rank} of {size}:\n{answer.trace}"
+            assert not isinstance(answer, Raised), f"rank {rank} of {len(found)}:\n{answer.trace}"
         return found
 
     def close(self):
