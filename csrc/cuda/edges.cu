@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_c
   const Problem& problem = a.problem;
   const View& v = problem.v;
   const int64_t base = head / problem.kv_heads * v.stride_batch + head % problem.kv_heads * v.stride_head;
-  const bool maskable = problem.modifiers.bias.data != nullptr;
+  const Bias& bias = problem.modifiers.bias;
+  const bool maskable = bias.data != nullptr;
   const int elements = static_cast<int>(min(static_cast<int64_t>(kRows), s.rows - row_base)) * s.dims;
 
   for (int first = 0; first < elements; first += kThreads) {
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_c
       __syncthreads();
       for (int i = 0; i < listed && element < elements; ++i) {
         if (list[i] < keys.x || list[i] >= keys.y) continue;
-        if (maskable && shifted_score(problem, 0, pair_in_call(problem, head, row, list[i])) == kScoreMasked) continue;
+        if (maskable && bias.masks(pair_in_call(problem, head, row, list[i]))) continue;
         const float x = load_element(v.data, base + (problem.mask.kv_lo + list[i]) * v.stride_row + dim, v.dtype);
         if (x != x)
           count += kCountNan;

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int c = 0; c < kThreadKeys; ++c) {
         const int key = pair_index(tx, c);
         const int ek = key < keys ? k.exponents[first_key + key0 + key] : kMinExponent;
-#pragma unroll
+#pragma unroll 1  // `best` waits in local memory, not in registers around calls of modify()
         for (int a = 0; a < kThreadRows; ++a) {
           const int row = kThreadRows * ty + a;
           if (key0 + key < row_keys.begin[row] || key0 + key >= row_keys.end[row]) continue;

@@ -208,13 +208,28 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
     if (warp_row < s.rows) dot_tile<kPlanes, WIDE>(acc, f, s.dims_pad / 32);
 
     const int key_base = keys.first + t * kKeys + warp_n * kScoreWarpTile;
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      if (warp_row + m * 16 >= s.rows) break;  // padding rows have no block
+    const auto finish = [&](int m, const auto& group) {
+      if (warp_row + m * 16 >= s.rows) return;  // padding rows have no block
       const Block block = block_at(args.distances, blocks + m * static_cast<int>(args.distances.key_blocks), key_base,
                                    key_exponents[stage] + warp_n * kScoreWarpTile, warp_rows.mask_block(key_base));
-      finish_block<kPlanes, WIDE, GIVEN, MODIFIED>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows,
-                                         rows[m], block, lane, row_max[m]);
+      finish_block<kPlanes, WIDE, GIVEN, MODIFIED>(group, warp_rows, rows[m], block, lane, row_max[m]);
+    };
+    if constexpr (MODIFIED) {
+      // Modifiers call functions. In local memory and a real loop, nothing has to be saved around the calls.
+      int32_t waiting[2][kGroups][4][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) waiting[m][g][n][i] = acc[g][m][n][i];
+#pragma unroll 1
+      for (int m = 0; m < 2; ++m) finish(m, [&](int g, int n, int i) { return waiting[m][g][n][i]; });
+    } else {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) finish(m, [&](int g, int n, int i) { return acc[g][m][n][i]; });
     }
     __syncthreads();
     if constexpr (kStages == 1) {

@@ -97,7 +97,7 @@ struct ValueCopies {
 
 // Section 11: which of the keys `key`, + 1, + 8, + 9 a query row leaves out of the sums. Two keys side by side share their
 // random words mostly.
-static __device__ __noinline__ unsigned dropped_keys(const SumsArgs& args, int64_t row_id, int head, int key) {
+__device__ __forceinline__ unsigned dropped_keys(const SumsArgs& args, int64_t row_id, int head, int key) {
   const Problem& p = args.problem;
   const Dropout& d = p.modifiers.dropout;
   unsigned out = 0;
