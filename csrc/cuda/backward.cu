@@ -39,7 +39,7 @@ Pairs pairs_workspace(const BackwardCall& b, const Strips& strips) {
 
 void run_pairs(const BackwardCall& b, const Strip& strip, const Pairs& pairs, const References& references) {
   if (strip.heads * strip.rows == 0 || b.shape.keys == 0) return;
-  b.engine.pairs(b.ctx, PairsArgs{b.shape, b.query, b.grad, b.key, b.value, b.state, strip, pairs, references});
+  b.engine.pairs(b.ctx, PairsArgs{b.call.problem, b.shape, b.query, b.grad, b.key, b.value, b.state, strip, pairs, references});
 }
 
 // Inner rows of one CTA: enough parts to fill the device a few times, each worth its additions.
@@ -176,7 +176,12 @@ namespace {
 
 struct TensorCores : GradientEngine {
   void pairs(const Context& ctx, const PairsArgs& args) const override {
-    (args.shape.planes == 3 ? launch_pairs_highest : launch_pairs_high)(ctx, args);
+    const bool highest = args.shape.planes == 3;
+    if (args.problem.modifiers.any()) {
+      (highest ? launch_pairs_modified_highest : launch_pairs_modified_high)(ctx, args);
+    } else {
+      (highest ? launch_pairs_highest : launch_pairs_high)(ctx, args);
+    }
   }
   void sums(const Context& ctx, GradientSumsArgs args) const override {
     (args.shape.planes == 3 ? launch_gradient_sums_highest : launch_gradient_sums_high)(ctx, args);

@@ -76,6 +76,7 @@ DET_HD int sum_slot(int i) { return i % 8 * 4 + i / 8; }
 // ---- the kernels' arguments ----
 
 struct PairsArgs {
+  Problem problem;  // for the modifiers
   Shape shape;
   const uint8_t *query, *grad, *key, *value;  // row planes
   GradientState state;

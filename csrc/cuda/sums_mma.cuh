@@ -4,6 +4,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "modified_pairs.cuh"
 #include "sums.cuh"
 
 namespace det_attn::cuda {
@@ -95,24 +96,11 @@ struct ValueCopies {
   }
 };
 
-// Section 11: which of the keys `key`, + 1, + 8, + 9 one query row leaves out of the sums. Two keys side by side share
-// their random words mostly.
+// Section 11: which of the keys `key`, + 1, + 8, + 9 one query row leaves out of the sums.
 static __device__ __noinline__ unsigned dropped_keys(const SumsArgs& args, int64_t head, int64_t row, int key) {
-  if (row >= args.shape.rows) return 0;
-  const Problem& p = args.problem;
   unsigned out = 0;
-  for (int half = 0; half < 2; ++half) {
-    int64_t have = -1;
-    uint32_t words[4];
-    for (int i = 0; i < 2; ++i) {
-      if (key + half * 8 + i >= args.shape.keys) break;
-      const Pair at = pair_in_call(p, head, row, key + half * 8 + i);
-      const int64_t id = p.modifiers.dropout.key_id(at.key);
-      if (id >> 2 != have) dropout_words(p, at, id, words);
-      have = id >> 2;
-      if (!(words[id & 3] >= p.modifiers.dropout.threshold)) out |= 1u << (half * 2 + i);
-    }
-  }
+  for (int half = 0; half < 2; ++half)
+    out |= dropped_neighbours(args.problem, args.shape, head, row, key + half * 8) << (half * 2);
   return out;
 }
 struct DroppedPairs {

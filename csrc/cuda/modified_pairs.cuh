@@ -1,0 +1,43 @@
+// Single pairs under modifiers (docs/contract.md sections 10 and 11), as the tensor-core kernels and every kernel of the
+// backward pass see them: rows of a head stacked as Shape says, keys from kv_lo on.
+#pragma once
+
+#include "planes.cuh"
+
+namespace det_attn::cuda {
+
+// The final S of an attended pair, kScoreMasked or kScorePoisoned; and what its ds is multiplied by, which the capped
+// score alone decides.
+struct ModifiedPair {
+  int64_t score;
+  float slope;
+};
+__device__ inline ModifiedPair modified_pair(const Problem& p, int64_t head, int64_t row, int64_t key, int64_t s) {
+  const double c = p.modifiers.softcap;
+  const int64_t capped = capped_score(p, s);
+  return {p.modifiers.of_scores() ? shifted_score(p, capped, pair_in_call(p, head, row, key)) : s,
+          c == 0.0 ? 1.0f : softcap_slope(static_cast<double>(capped), c)};
+}
+
+// M - S of such a score as weight_of() takes it: a pair that is masked or poisoned weighs nothing.
+__device__ inline int64_t modified_distance(int64_t maximum, int64_t score) {
+  return score == kScoreMasked || score == kScorePoisoned ? kZeroWeightDistance : maximum - score;
+}
+
+// Only under dropout: which of the keys `key` and key + 1 a row drops, a bit each. They share their random words mostly.
+__device__ inline unsigned dropped_neighbours(const Problem& p, const Shape& s, int64_t head, int64_t row, int key) {
+  unsigned out = 0;
+  int64_t have = -1;
+  uint32_t words[4];
+  for (int i = 0; i < 2 && row < s.rows; ++i) {
+    if (key + i >= s.keys) break;
+    const Pair at = pair_in_call(p, head, row, key + i);
+    const int64_t id = p.modifiers.dropout.key_id(at.key);
+    if (id >> 2 != have) dropout_words(p, at, id, words);
+    have = id >> 2;
+    if (!(words[id & 3] >= p.modifiers.dropout.threshold)) out |= 1u << i;
+  }
+  return out;
+}
+
+}  // namespace det_attn::cuda
