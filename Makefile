@@ -5,7 +5,7 @@
 #   BUILD="..."              options of tools/build.py, e.g. BUILD="--backend cpu" or BUILD="--capabilities 9.0"
 #   DEMO="..."               options of examples/shard_rotation.py, e.g. DEMO="--random"; DEMO="--plot" redraws the
 #                            README's picture instead of leaving one in build/
-#   DISTRIBUTED="..."        options of examples/context_parallel.py, e.g. DISTRIBUTED="--layout shuffled --method gather"
+#   DISTRIBUTED="..."        options of examples/context_parallel.py, e.g. DISTRIBUTED="--method gather"
 #   TESTS="..."              options of pytest, e.g. TESTS="-k contract -x"
 #   PUBLISH="..."            options of tools/package.py --upload, e.g. PUBLISH="--repo-id you/det-attn"
 #

@@ -1,10 +1,10 @@
-"""Context parallelism over N GPUs against one GPU for the same total sequence, all in one run, on every rank it is given.
+"""Context parallelism over N GPUs against one GPU for the same total sequence, in one run, on all ranks it is given.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/bench_distributed.py --output FILE
 
 "one" is the fused call for the whole sequence on one GPU. Every method's bytes are compared with it before a time is
-taken. A time is the median over calls of the slowest rank's, between barriers. "no wire" is the same call with copies on
-the device in place of messages, "wire" the messages of the ring without the computation; hidden is the share of the
+taken. A time is the median over calls of the slowest rank's, between barriers. "no wire" is the same call with copies
+on the device in place of messages, "wire" the messages of the ring without the computation; hidden is the share of the
 wire's time that the whole does not show. The pieces (one rank's queries against one rank's keys) give the model of
 larger worlds: what a rank computes and what it waits for. --device cpu with --length 256 only tries this script out.
 """
@@ -38,10 +38,10 @@ class Bench:
             print(line, flush=True)
         self.lines.append(line)
 
-    def seconds(self, call, repeats):
-        """Median over `repeats` of the slowest rank's time."""
+    def seconds(self, call, repeats, warm=False):
+        """Median over `repeats` of the slowest rank's time; a call that is not warm runs once before."""
         found = []
-        for i in range(repeats + 1):  # the first one warms up
+        for _ in range(repeats + (not warm)):
             dist.barrier()
             if self.cuda:
                 torch.cuda.synchronize()
@@ -52,7 +52,7 @@ class Bench:
             took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=self.args.device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             found.append(took.item())
-        return statistics.median(found[1:])
+        return statistics.median(found[-repeats:])
 
     @contextlib.contextmanager
     def no_wire(self):
@@ -108,16 +108,16 @@ class Bench:
 
         name = f"{precision}, {'zigzag causal' if causal else 'not causal'}, forward{' + backward' * backward}"
         expected = [x[:, :, rows] for x in one()]
-        alone = self.seconds(one, a.repeats)
+        alone = self.seconds(one, a.repeats, warm=True)
         self.say(f"| {name} | one | {alone * 1e3:.1f} | 1 | |")
         for method in a.methods.split(","):
             for found, wanted in zip(many(method), expected):
                 assert torch.equal(found.view(torch.int16), wanted.contiguous().view(torch.int16)), (name, method)
-            took = self.seconds(lambda: many(method), a.repeats)
+            took = self.seconds(lambda: many(method), a.repeats, warm=True)
             note = ""
             if method == "ring":
                 with self.no_wire():
-                    still = self.seconds(lambda: many(method), a.repeats)
+                    still = self.seconds(lambda: many(method), a.repeats, warm=True)
                 wire = self.seconds(lambda: self.wire(own, backward), a.repeats)
                 hidden = 1 - max(0.0, took - still) / wire if wire > 0 else 1.0
                 note = f"no wire {still * 1e3:.1f}, wire {wire * 1e3:.1f}, hidden {hidden:.0%}"
@@ -169,7 +169,7 @@ class Bench:
         megabytes = 2 * self.args.heads * self.args.head_dim * self.args.length * 2 / 1e6
         self.say(f"\n{precision}: S x S pieces in ms: " + ", ".join(f"{k} {x * 1e3:.2f}" for k, x in t.items())
                  + f"; a hop of K and V is {megabytes:.0f} MB, {megabytes / 1e3 / t['hop']:.0f} GB/s")
-        self.say("\n| ranks | ring, forward, s | of one rank's time | gather, s | of one rank's time | wire of a step, of its time |")
+        self.say("\n| ranks | ring, forward, s | of one rank's time | gather, s | of one rank's time | wire of a step |")
         self.say("|---|---|---|---|---|---|")
         chunks = 4
         for n in MODELLED:

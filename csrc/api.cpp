@@ -87,13 +87,14 @@ void set_scores(Problem& p, const Device& device, int64_t diagonal, bool causal,
                   ", allowed with a window or ALiBi is -2^60 to 2^60");
   const auto reach = [](int64_t size) { return size < 0 || size > Mask::kUnlimited ? Mask::kUnlimited : size; };
   Mask& mask = p.mask;
-  mask.diagonal = std::max(-Mask::kFarthest, std::min(Mask::kFarthest, diagonal));  // causal: the same beyond these ends
+  mask.diagonal = std::max(-Mask::kFarthest, std::min(Mask::kFarthest, diagonal));  // beyond them causal is the same
   mask.left = reach(window_left);
   mask.right = causal ? 0 : reach(window_right);
   if (key_ranges) {
     STD_TORCH_CHECK(key_ranges->dim() == 3 && (key_ranges->size(2) == 2 || key_ranges->size(2) == 3),
                     "key_ranges: must be [B or 1, Sq, 2 or 3]");
-    STD_TORCH_CHECK(key_ranges->size(0) == p.batch || key_ranges->size(0) == 1, "key_ranges: its batch must be q's or 1");
+    STD_TORCH_CHECK(key_ranges->size(0) == p.batch || key_ranges->size(0) == 1,
+                    "key_ranges: its batch must be q's or 1");
     check_shape(*key_ranges, "key_ranges", ScalarType::Int, {key_ranges->size(0), p.q_len, key_ranges->size(2)});
     check_device(*key_ranges, device, "key_ranges");
     STD_TORCH_CHECK(key_ranges->is_contiguous(), "key_ranges: must be contiguous");

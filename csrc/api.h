@@ -16,8 +16,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // The arguments of the score modifiers (docs/contract.md sections 10, 11), which every stage takes alike; as macros,
-// because the stable ABI boxes functions by their parameters. bias is expanded to [B, Hq, Sq, Skv]; alibi_slopes float32
-// [Hq] or [B, Hq]; key_ranges int32 [B or 1, Sq, 2 or 3]; softcap and dropout_p 0 and windows -1 where there are none.
+// because the stable ABI boxes functions by their parameters. bias is expanded to [B, Hq, Sq, Skv]; alibi_slopes is
+// float32 [Hq] or [B, Hq], key_ranges int32 [B or 1, Sq, 2 or 3]. None: softcap and dropout_p 0, windows -1.
 #define DET_SCORE_PARAMETERS                                                                                      \
   const std::optional<Tensor>&bias, const std::optional<Tensor>&alibi_slopes,                                     \
       const std::optional<Tensor>&key_ranges, double softcap, int64_t window_left, int64_t window_right

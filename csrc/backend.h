@@ -34,8 +34,8 @@ struct Backend {
   // Sections 4, 5, 7. num int64 [batch, q_heads, q_len, head_dim, 12] normalised, den int64 [batch, q_heads, q_len].
   void (*accumulate)(const Context&, const Problem&, const double* rowmax, int64_t* num, int64_t* den);
 
-  // Section 6. num [count, head_dim, 12] (normal or not), den [count] -> out [count, head_dim] contiguous. rescale: r of
-  // section 11, 1 without dropout.
+  // Section 6. num [count, head_dim, 12] (normal or not), den [count] -> out [count, head_dim] contiguous. rescale is
+  // section 11's r, 1 without dropout.
   void (*finalize)(const Context&, const int64_t* num, const int64_t* den, int64_t count, int64_t head_dim,
                    Precision precision, double rescale, void* out, DType out_dtype);
 

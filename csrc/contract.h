@@ -381,11 +381,11 @@ DET_HD double tanh_of(double x) {
   return div_f64(-e, add_f64(2.0, e));
 }
 
-// S after the softcap c > 0. Odd, since it works on |S|.
+// S after the softcap c > 0. Odd, since it works on |S|; a zero is +0, as everywhere.
 DET_HD double softcap_of(double s, double c) {
   const double size = s < 0.0 ? -s : s;
   const double capped = score_from(mul_f64(c, tanh_of(div_f64(mul_f64(size, pow2(-kScoreFractionBits)), c))));
-  return s < 0.0 ? -capped : capped;
+  return s < 0.0 ? add_f64(0.0, -capped) : capped;
 }
 
 // The derivative of the softcap where it gave the score s: 1 - t^2, never below 0.

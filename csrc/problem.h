@@ -1,5 +1,6 @@
-// What one attention call is: views of the tensors, sizes, the mask and the precision. Plain structs for host and
-// device; no torch types. Implements docs/contract.md's shapes (section 1), masks (2, 10), modifiers (10) and dropout (11).
+// What one attention call is: views of the tensors, sizes, masks, modifiers and the precision. Plain structs for host
+// and device; no torch types. Implements docs/contract.md's shapes (section 1), masks (2, 10), modifiers (10) and
+// dropout (11).
 #pragma once
 
 #include "contract.h"

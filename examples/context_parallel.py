@@ -105,7 +105,7 @@ def arguments():
     parser.add_argument("--heads", type=int, default=4, help="of the queries; keys have half of them (%(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="(%(default)s)")
     parser.add_argument("--method", choices=("ring", "gather", "reduce"), default="ring", help="(%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, a GPU a rank (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank (%(default)s)")
     parser.add_argument("--check", type=Path, metavar="FILE", help="det-attn's hashes of the first run")
     args = parser.parse_args()
     if args.length < 0 or args.heads < 2 or args.heads % 2:

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node N examples/train_world_size.py
 
 det-attn gives the attention, forward and backward, the same bytes for every N. The rest is this file's: every other
-layer runs on blocks of a fixed number of tokens, so no matrix product knows N, and the gradients of the weights are kept
-block by block and added in the order of the sequence. In: Python's own documentation, byte by byte. Out: the loss, and
-the SHA-256 of all weights; with --check FILE the first run writes both there, and a later one that differs exits with
-status 1. With --attention online the attention is an online-softmax ring, all else being the same.
+layer runs on blocks of a fixed number of tokens, so no matrix product knows N, and the gradients of the weights are
+kept block by block and added in the order of the sequence. In: Python's own documentation, byte by byte. Out: the loss,
+and the SHA-256 of all weights; with --check FILE the first run writes both there, and a later one that differs exits
+with status 1. With --attention online the attention is an online-softmax ring, all else being the same.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from train_repeat import GPT, load_kernel, text, weights_hash
 
 
 class Online(torch.autograd.Function):
-    """context_parallel.online_ring as a layer: both passes at once are not possible there, so the backward repeats it."""
+    """context_parallel.online_ring as a layer. It does both passes at once, so the backward pass repeats it."""
 
     @staticmethod
     def forward(ctx, q, k, v, rows):
@@ -141,7 +141,7 @@ def arguments():
     parser.add_argument("--rate", type=float, default=6e-3, help="learning rate (%(default)s)")
     parser.add_argument("--method", choices=("ring", "gather", "reduce"), default="ring", help="(%(default)s)")
     parser.add_argument("--attention", choices=("det-attn", "online"), default="det-attn", help="(%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, a GPU a rank (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank (%(default)s)")
     parser.add_argument("--check", type=Path, metavar="FILE", help="losses and hash of the first run")
     args = parser.parse_args()
     if args.width % args.heads or args.length % args.block or min(args.steps, args.layers, args.batch) < 1:
@@ -171,7 +171,7 @@ def main():
         record = "\n".join([digest, *map(float.hex, losses)]) + "\n"
         if args.check and args.check.exists():
             failed = args.check.read_text() != record
-            print("FAILED: not the first run's model" if failed else "  the first run's model, every bit and every loss")
+            print("FAILED: not the first run's model" if failed else "  the first run's model and losses, every bit")
         elif args.check:
             args.check.parent.mkdir(parents=True, exist_ok=True)
             args.check.write_text(record)

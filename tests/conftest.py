@@ -45,6 +45,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter):
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no CUDA device" in str(r.longrepr)]
+    few = [r for r in terminalreporter.stats.get("skipped", []) if "too few GPUs" in str(r.longrepr)]
+    if few:
+        line = f"TOO FEW GPUS, {torch.cuda.device_count()}: {len(few)} tests with more ranks did not run"
+        terminalreporter.write_sep("=", line, yellow=True, bold=True)
     if skipped:
         terminalreporter.write_sep("=", f"NO CUDA DEVICE: {len(skipped)} tests did not run", yellow=True, bold=True)
 

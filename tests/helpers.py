@@ -6,8 +6,10 @@ In: tensors and the loaded kernel. Out: dicts of tensors by the contract's names
 import contextlib
 import functools
 import hashlib
+import re
 
 import numpy as np
+import pytest
 import torch
 
 import generators
@@ -39,6 +41,18 @@ def paths(kernel, device):
     return tuple(p for p in ALL_PATHS[device] if p == "auto" or path_is_there(kernel, device, p))
 
 
+def has_backward(kernel, device):
+    """Whether the device has a backward pass that takes modifiers. Any other refusal is a failure."""
+    x = torch.zeros(1, 1, 1, 8, device=device, requires_grad=True)
+    try:
+        kernel.det_attn(x, x, x, softcap=1.0).sum().backward()
+    except RuntimeError as error:
+        if "not in this build" in str(error) or "not implemented" in str(error):
+            return False
+        raise
+    return True
+
+
 @contextlib.contextmanager
 def threads(count):
     """torch's number of CPU threads within the block."""
@@ -61,6 +75,17 @@ def every_modifier(Q, K):
     return (*scores, 0.5, -3, 1, 2, 3, rows, torch.arange(kv_len, device=device) * 7)
 
 
+@contextlib.contextmanager
+def backward_if_there(device):
+    """Skips the test where the backward pass in the block is one that CUDA lacks so far."""
+    try:
+        yield
+    except RuntimeError as error:
+        if device != "cuda" or not re.search("on CUDA (is not in this build|yet)", str(error)):
+            raise
+        pytest.skip(str(error).splitlines()[0])
+
+
 def tensor(x):
     return torch.from_numpy(np.ascontiguousarray(x))
 
@@ -72,29 +97,38 @@ def split_heads(**kwargs):
     return kwargs
 
 
-def oracle_boundaries(Q, K, V, causal=False, scale=None, precision="highest", q_offset=None):
+def of_scores(how):
+    """The arguments that rowmax takes too."""
+    return {name: x for name, x in how.items() if not name.startswith("dropout")}
+
+
+def oracle_boundaries(Q, K, V, causal=False, scale=None, precision="highest", q_offset=None, **modifiers):
     """Every named boundary by the oracle."""
     found = {}
     for name, kind, x in (("Q", "query", Q), ("K", "key", K), ("V", "value", V)):
         found[f"rows({name}).integers"], found[f"rows({name}).exponents"] = oracle.rows(
             x, kind, scale if kind == "query" else None, precision
         )
-    out, rowmax, num, den = oracle.det_attn(Q, K, V, causal, scale, precision=precision, q_offset=q_offset)
+    out, rowmax, num, den = oracle.det_attn(
+        Q, K, V, causal, scale, precision=precision, q_offset=q_offset, **modifiers
+    )
     found.update(rowmax=rowmax, NUM=num, DEN=den, out=out)
     return {name: tensor(x) for name, x in found.items()}
 
 
-def kernel_boundaries(kernel, Q, K, V, causal=False, scale=None, precision="highest", q_offset=None, path="auto"):
+def kernel_boundaries(
+    kernel, Q, K, V, causal=False, scale=None, precision="highest", q_offset=None, path="auto", **modifiers
+):
     """Every named boundary by the kernel, stage by stage; `fused` is the one call that does all."""
     found = {}
     for name, kind, x in (("Q", "query", Q), ("K", "key", K), ("V", "value", V)):
         found[f"rows({name}).integers"], found[f"rows({name}).exponents"] = kernel.rows(
             x, kind, scale if kind == "query" else None, precision=precision
         )
-    how = dict(precision=precision, q_offset=q_offset, path=path)
-    rowmax = kernel.rowmax(Q, K, causal, scale, **how)
+    how = dict(precision=precision, q_offset=q_offset, path=path, **modifiers)
+    rowmax = kernel.rowmax(Q, K, causal, scale, **of_scores(how))
     num, den = kernel.accumulate(Q, K, V, rowmax, causal, scale, **how)
-    out = kernel.finalize(num, den, precision=precision)
+    out = kernel.finalize(num, den, precision=precision, dropout_p=modifiers.get("dropout_p", 0.0))
     fused, state = kernel.det_attn(Q, K, V, causal, scale, return_state=True, **how)
     found.update(rowmax=rowmax, NUM=num, DEN=den, out=out, fused=fused)
     found.update({"fused rowmax": state.rowmax, "fused DEN": state.den})

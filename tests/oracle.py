@@ -224,8 +224,10 @@ def halves(x):
 
 
 def fma64(a, b, c):
-    """f64(a * b + c) rounded once, for float64 arrays (Boldo and Melquiond): the product is a * b + low exactly, the two
-    small parts are added with rounding to odd, and the last sum rounds as the exact one does. Nothing may underflow."""
+    """f64(a * b + c) rounded once, for float64 arrays (Boldo and Melquiond). Nothing may underflow.
+
+    The product is a * b + low exactly; the small parts are added with rounding to odd, so the last sum rounds right.
+    """
     (a1, a0), (b1, b0), product = halves(a), halves(b), a * b
     low = a0 * b0 - (((product - a1 * b1) - a0 * b1) - a1 * b0)
     high, rest = two_sum(c, low)

@@ -108,8 +108,10 @@ def die(me, size):
     os._exit(1)
 
 
-def refused(me, size, q, k, v, **how):
+def refused(me, size, q, k, v, grid=None, **how):
     """A call with these shapes and dtypes; `how` may be what no rank should say."""
+    if grid:
+        how.update(group=me.meshes[grid]["context"], heads_group=me.meshes[grid]["heads"])
     tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=me.device) for shape, dtype in (q, k, v)]
     me.kernel.det_attn_context_parallel(*tensors, **{"group": me.groups[size], **how})
 
@@ -134,6 +136,24 @@ def attend(me, size, inputs, rows, backward=True, named=False, grid=None, **how)
         out.backward(dO[:, :, of_q].to(out.dtype))
         found += [x.grad.cpu() for x in own]
     return [numpy_of(x) for x in found]
+
+
+def long(me, size, length, method):
+    """Names of what differs from one device, which each rank is as well. Inputs by torch: they are too many to hash."""
+    generator = torch.Generator(me.device).manual_seed(0)
+    shape = (1, 8, length, 128)
+    q, k, v, dO = (torch.randn(shape, generator=generator, device=me.device).bfloat16() for _ in range(4))
+    how = dict(precision="high", out_dtype=torch.bfloat16)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = me.kernel.det_attn(*whole, True, **how)
+    rows = slice(me.rank * length // size, (me.rank + 1) * length // size)
+    own = [x[:, :, rows].clone().requires_grad_() for x in (q, k, v)]
+    found = me.kernel.det_attn_context_parallel(*own, me.groups[size], True, method=method, **how)
+    pairs = {"out": (found, expected[:, :, rows])}
+    expected.backward(dO)
+    found.backward(dO[:, :, rows])
+    pairs.update({f"d{x}": (a.grad, b.grad[:, :, rows]) for x, a, b in zip("qkv", own, whole)})
+    return [name for name, (a, b) in pairs.items() if not torch.equal(a.view(torch.int16), b.view(torch.int16))]
 
 
 def torch_context_parallel(me, size, inputs, causal):
@@ -172,7 +192,7 @@ def once_only(me, size, inputs):
 
 def numpy_of(x):
     """Through the pipe as bytes: numpy has no bfloat16."""
-    return str(x.dtype).split(".")[1], tuple(x.shape), x.contiguous().view(torch.uint8).numpy().tobytes()
+    return str(x.dtype).split(".")[1], tuple(x.shape), x.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensor_of(packed):
@@ -190,4 +210,4 @@ def whole(inputs, device="cpu"):
     return q, k, v, dO
 
 
-TASKS = {f.__name__: f for f in (ready, die, refused, attend, torch_context_parallel, once_only)}
+TASKS = {f.__name__: f for f in (ready, die, refused, attend, long, torch_context_parallel, once_only)}

@@ -4,12 +4,17 @@ In: inputs that every rank makes anew, a slicing of the sequence, a method. Proc
 with gloo on the CPU, and one for each GPU with NCCL.
 """
 
+import contextlib
 import functools
+import os
+import subprocess
+import sys
 
 import pytest
 import ranks
 import torch
-from conftest import assert_same_bits
+import torch.distributed.tensor
+from conftest import ROOT, assert_same_bits
 from generators import integers
 from helpers import one_nan
 from hypothesis import HealthCheck, given, settings
@@ -31,7 +36,7 @@ def team(request, tmp_path_factory):
 @pytest.fixture(params=ranks.SIZES)
 def size(request, team):
     if request.param not in team.sizes:
-        pytest.skip(f"no CUDA device for rank {team.count}: {team.count} here, {request.param} wanted")
+        pytest.skip(f"too few GPUs: {request.param} wanted, {team.count} here")
     return request.param
 
 
@@ -87,12 +92,7 @@ def slicing(layout, length, size, seed=0):
 def _one_process(kernel, inputs, how):
     q, k, v, dO = ranks.whole(dict(inputs))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    try:
-        out = kernel.det_attn(*leaves, **dict(how))
-    except RuntimeError as error:
-        if "not implemented on the CPU yet" in str(error):
-            pytest.skip(str(error))
-        raise
+    out = kernel.det_attn(*leaves, **dict(how))
     out.backward(dO.to(out.dtype))
     return [out.detach(), *(x.grad for x in leaves)]
 
@@ -155,7 +155,8 @@ def test_wild_inputs(team, kernel, method, family):
 def test_chunks_of_queries_change_nothing(team, kernel, method):
     size = team.sizes[-1] if team.count < 3 else 3
     for chunk_bytes in (1, 50_000):
-        same(team, kernel, size, INPUTS, "uneven", method, seed=3, causal=True, distributed={"chunk_bytes": chunk_bytes})
+        how = {"chunk_bytes": chunk_bytes}
+        same(team, kernel, size, INPUTS, "uneven", method, seed=3, causal=True, distributed=how)
 
 
 @pytest.mark.parametrize("causal,q_offset", [(False, None), (True, None), (True, 0), (True, -7), (True, 40)])
@@ -210,17 +211,32 @@ def test_decode_over_a_sharded_cache(team, kernel, size, causal, q_len):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_slicing(team, kernel, data):
-    """Queries and keys in any order on any rank, by positions."""
+def test_any_slicing_of_any_shape(team, kernel, data):
+    """Queries and keys in any order on any rank, by positions; larger shapes on GPUs."""
     size = data.draw(st.sampled_from(team.sizes), "ranks")
-    length = data.draw(st.integers(0, 24), "length")
-    inputs = dict(INPUTS, B=1, heads=(2, 1), Sq=length, D=8)
-    method, causal = data.draw(st.sampled_from(METHODS), "method"), data.draw(st.booleans(), "causal")
-    order = data.draw(st.permutations(range(length)), "order")
-    ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=size - 1, max_size=size - 1), label="cuts"))
-    own = cut(order, [b - a for a, b in zip([0, *ends], [*ends, length])])
-    expected = one_process(kernel, inputs, causal=causal)
-    check(team, kernel, size, inputs, [(x, x) for x in own], dict(method=method, causal=causal), expected)
+    longest = 24 if team.backend == "gloo" else 700
+    lengths = data.draw(st.integers(0, longest), "queries"), data.draw(st.integers(0, longest), "keys")
+    kv_heads, head_dim = data.draw(st.integers(1, 3), "heads"), data.draw(st.sampled_from([1, 8, 17, 64, 128]), "D")
+    family = data.draw(st.sampled_from(["normal", "mixed"]), "family")
+    inputs = dict(
+        family=family if min(lengths) > 0 else "normal", B=data.draw(st.integers(1, 2), "batch"),
+        heads=(kv_heads * data.draw(st.integers(1, 2), "group"), kv_heads), Sq=lengths[0], Skv=lengths[1], D=head_dim,
+        dtype=data.draw(st.sampled_from(["float32", "bfloat16", "float16"]), "dtype"),
+    )  # fmt: skip
+    how = dict(causal=data.draw(st.booleans(), "causal"), precision=data.draw(st.sampled_from(["high", "highest"])))
+    method, seed = data.draw(st.sampled_from(METHODS), "method"), data.draw(st.integers(0, 2**31), "order and cuts")
+    own = zip(*(slicing("shuffled", length, size, seed + i) for i, length in enumerate(lengths)))
+    expected = one_process(kernel, inputs, q_offset=0, **how)
+    check(team, kernel, size, inputs, list(own), dict(method=method, **how), expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_a_long_sequence(team, kernel, method):
+    """262,144 tokens, bfloat16, 8 heads, D 128, causal: every rank against one GPU. On CPUs 2,048 tokens."""
+    length = 2**18 if team.backend == "nccl" else 2**11
+    for rank, differing in enumerate(team.results(team.count, "long", length=length, method=method)):
+        assert differing == [], f"rank {rank}"
 
 
 @pytest.mark.parametrize("layout", ["uneven", "zigzag", "shuffled"])
@@ -301,7 +317,7 @@ def test_64_shards_in_random_order(kernel, device, causal):
 @pytest.mark.parametrize("family", ["normal", "sharp", "saturating", "special"])
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_the_last_shard_raises_the_row_maximum_itself(kernel, device, family, precision):
-    """accumulate_last against rowmax, maximum and accumulate: the same three tensors, whatever the other shards held."""
+    """accumulate_last against rowmax, maximum and accumulate: the same three tensors, whatever other shards held."""
     q, k, v, _ = ranks.whole(dict(INPUTS, family=family, Sq=70, Skv=300, D=32), device)
     for cut in (0, 1, 120, 299, 300):
         for causal in (False, True):
@@ -318,14 +334,14 @@ def test_the_last_shard_raises_the_row_maximum_itself(kernel, device, family, pr
 
 # ---- Refusals: the same moment on every rank ------------------------------------------------------------------------
 
-SHAPES = dict(q=((1, 2, 5, 8), "float32"), k=((1, 2, 5, 8), "float32"), v=((1, 2, 5, 8), "float32"))
+SHAPES = dict.fromkeys("qkv", ((1, 2, 5, 8), "float32"))
 
 
 @pytest.mark.parametrize(
     "one,text",
     [
-        (dict(q=((1, 2, 5, 8), "float16"), k=((1, 2, 5, 8), "float16"), v=((1, 2, 5, 8), "float16")), "dtype of q: got"),
-        (dict(q=((1, 2, 5, 4), "float32"), k=((1, 2, 5, 4), "float32"), v=((1, 2, 5, 4), "float32")), "shape of q"),
+        (dict.fromkeys("qkv", ((1, 2, 5, 8), "float16")), "dtype of q: got"),
+        (dict.fromkeys("qkv", ((1, 2, 5, 4), "float32")), "shape of q"),
         (dict(k=((1, 1, 5, 8), "float32"), v=((1, 1, 5, 8), "float32")), "heads of k: got"),
         (dict(causal=True), "causal: got"),
         (dict(scale=2.0), "scale: got"),
@@ -339,7 +355,7 @@ def test_ranks_that_disagree_all_learn_of_it(team, one, text):
     """Whatever a rank alone does differently, all refuse, naming the argument and the ranks; and can go on."""
     size = min(3, team.sizes[-1])
     if size == 1:
-        pytest.skip(f"no CUDA device for rank 1: {team.count} here")
+        pytest.skip("too few GPUs: 2 wanted, 1 here")
     found = team.run(size, "refused", [{**SHAPES, **(one if rank == size - 1 else {})} for rank in range(size)])
     for answer in found:
         assert (answer.kind, text in answer.text) == ("ValueError", True), answer.trace
@@ -379,6 +395,17 @@ def test_a_rank_that_refuses_tells_the_others(team, one, kind, text):
     assert team.results(size, "refused", **SHAPES) == [None] * size
 
 
+def test_a_rank_that_refuses_tells_both_its_groups(team):
+    """With split heads every rank of the grid learns of it, also those that share no group with it."""
+    grid = (max(1, team.count // 2), min(2, team.count))
+    last = team.count - 1
+    cases = [{**SHAPES, "grid": grid, **({"causal": 3} if rank == last else {})} for rank in range(team.count)]
+    for rank, answer in enumerate(team.run(team.count, "refused", cases)):
+        assert answer.kind == ("TypeError" if rank == last else "ValueError"), answer.trace
+        assert rank == last or f"rank {last} of the group refused its arguments: TypeError: causal" in answer.text
+    assert team.results(team.count, "refused", **SHAPES, grid=grid) == [None] * team.count
+
+
 def test_groups_that_are_none(kernel, tmp_path):
     x = torch.zeros(1, 1, 3, 4)
     with pytest.raises(RuntimeError, match="torch.distributed has no process group"):
@@ -391,8 +418,28 @@ def test_groups_that_are_none(kernel, tmp_path):
         with pytest.raises(ValueError, match="group: got a mesh of 2 dimensions"):
             kernel.det_attn_context_parallel(x, x, x, mesh)
         assert torch.equal(kernel.det_attn_context_parallel(x, x, x, mesh["a"]), x)
+        whole = torch.distributed.tensor.DTensor.from_local(x, mesh["a"])
+        with pytest.raises(TypeError, match="k: got a DTensor"):
+            kernel.det_attn_context_parallel(x, whole, x, mesh["a"])
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_gpu_rank_that_dies_is_an_error_and_no_hang(tmp_path):
+    """NCCL's watchdog ends the others, if nothing raises before, soon after the group's timeout."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("too few GPUs: 2 wanted, 1 here")
+    team = ranks.Ranks(2, "nccl", tmp_path, timeout=10)
+    try:
+        team.pipes[1].send(("die", {"size": 2}))
+        team.processes[1].join(10)
+        team.pipes[0].send(("refused", {"size": 2, **SHAPES}))
+        assert team.pipes[0].poll(60), "rank 0 hangs"  # true also when the process has ended
+        with contextlib.suppress(EOFError):
+            assert team.pipes[0].recv().kind != ""
+    finally:
+        team.close()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -410,3 +457,20 @@ def test_a_rank_that_dies_is_an_error_and_no_hang(tmp_path, method):
             assert answer.kind in ("RuntimeError", "DistBackendError", "DistNetworkError"), answer.trace
     finally:
         team.close()
+
+
+# ---- The examples ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example,sizes", [("context_parallel.py --length 100", (1, 3)), ("train_world_size.py", (2, 4))])
+def test_the_examples_print_the_same_for_every_number_of_ranks(tmp_path, example, sizes):
+    script, *options = example.split()
+    for size in sizes:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        command = [*launch, f"{ROOT}/examples/{script}", *options, f"--check={tmp_path}/first"]
+        command += ["--steps=2"] * script.startswith("train")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("the first run's" in done.stdout) == (size != sizes[0]), done.stdout

@@ -54,9 +54,36 @@ def fixtures():
         dict(family="outlier", seed=36, heads=(2, 1), Sq=17, Skv=129, D=256),
         dict(causal=True, precision="highest", scale=None, q_offset=100),
     )
+    for name, modifiers in golden_modifiers().items():
+        found[f"modifiers: {name}"] = (
+            dict(family="special" if "special" in name else "normal", seed=37, **SMALL),
+            dict(causal="causal" in name, precision="high" if "high" in name else "highest", scale=None, **modifiers),
+        )
     for name, settings in json.loads((HERE / "vectors" / "index.json").read_text()).items():
         found[f"vector {name}"] = (name, {k: settings[k] for k in ("causal", "precision", "scale")})
     return found
+
+
+def golden_modifiers():
+    """name -> modifiers of inputs of SMALL sizes, by integer arithmetic as the inputs."""
+    bias = tensor(generators.normal(38, 0, (2, 1, 33, 65)))
+    masked = bias.masked_fill(tensor(generators.integers(38, 1, bias.shape, 0, 4) == 0), -float("inf"))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    ranges = tensor(generators.integers(38, 2, (2, 33, 2), -3, 70).astype(np.int32))
+    return {
+        "bias": dict(attn_bias=masked),
+        "bool, special": dict(attn_bias=masked[:1] > 0),
+        "window, causal": dict(window=(9, 2)),
+        "softcap": dict(softcap=1.5),
+        "softcap 50, high": dict(softcap=50.0),
+        "alibi, causal": dict(alibi_slopes=slopes),
+        "ranges": dict(key_ranges=ranges),
+        "dropout": dict(dropout_p=0.3, dropout_seed=2**40 + 5),
+        "all, high": dict(
+            attn_bias=masked.bfloat16(), window=(40, 20), softcap=2.0, alibi_slopes=slopes, key_ranges=ranges,
+            dropout_p=0.5, dropout_seed=-1,
+        ),
+    }  # fmt: skip
 
 
 def inputs_of(source):
@@ -85,6 +112,7 @@ def test_kernel_meets_the_golden_hashes(kernel, device, name):
     inputs = inputs_of(source)
     assert {n: sha256(x.view(torch.uint8)) for n, x in zip("QKV", inputs)} == {n: expected[n] for n in "QKV"}
     on_device = [x.to(device) for x in inputs]
+    settings = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in settings.items()}
     twin = {"fused": "out", "fused rowmax": "rowmax", "fused DEN": "DEN"}
     for path in paths(kernel, device):
         found = {n: sha256(x) for n, x in kernel_boundaries(kernel, *on_device, path=path, **settings).items()}

@@ -198,7 +198,19 @@ def hash_of_many_problems(kernel):
             inputs = make(family, heads=(2, 1), Sq=Sq, Skv=Skv, D=D, dtype=dtype, seed=seed)
             for precision in ("highest", "high"):
                 digest.update(every_hash(kernel, *inputs, True, precision).encode())
+                digest.update(modified_hash(kernel, *inputs, precision).encode())
     return digest.hexdigest()
+
+
+def modified_hash(kernel, Q, K, V, precision):
+    """One hash of the output and the gradients with every modifier."""
+    leaves = [x.detach().clone().requires_grad_() for x in (Q, K, V)]
+    bias = torch.from_numpy(generators.normal(9, 0, (Q.shape[2], K.shape[2])))
+    slopes = torch.tensor([0.5, 0.01])
+    how = dict(softcap=3.0, attn_bias=bias, alibi_slopes=slopes, window=(500, 2), dropout_p=0.3, dropout_seed=5)
+    out = kernel.det_attn(*leaves, precision=precision, **how)
+    out.sum().backward()
+    return "".join(map(sha256, (out, *(x.grad for x in leaves))))
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])

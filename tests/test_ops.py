@@ -43,7 +43,9 @@ def assert_same_results(found, expected):
 
 # ---- Schemas --------------------------------------------------------------------------------------------------------
 
-SCORES = "Tensor? bias, Tensor? alibi_slopes, Tensor? key_ranges, float softcap, SymInt window_left, SymInt window_right, "
+SCORES = (
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? key_ranges, float softcap, SymInt window_left, SymInt window_right, "
+)
 MODIFIERS = (
     f"{SCORES}float dropout_p, SymInt dropout_seed, SymInt dropout_query, SymInt dropout_key, SymInt dropout_head, "
     "Tensor? dropout_rows, Tensor? dropout_keys, "
@@ -54,6 +56,8 @@ SCHEMAS = {
     f"SymInt kv_hi, {SCORES}str path) -> Tensor",
     "accumulate": "(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
     f"SymInt diagonal, SymInt kv_lo, SymInt kv_hi, {MODIFIERS}str path) -> (Tensor num, Tensor den)",
+    "accumulate_last": "(Tensor q, Tensor k, Tensor v, Tensor rowmax, bool causal, float scale, str precision, "
+    f"SymInt diagonal, SymInt kv_lo, SymInt kv_hi, {MODIFIERS}str path) -> (Tensor num, Tensor den, Tensor rowmax)",
     "finalize": "(Tensor num, Tensor den, str precision, ScalarType out_dtype, float dropout_p) -> Tensor",
     "forward": "(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, "
     f"SymInt kv_lo, SymInt kv_hi, ScalarType out_dtype, {MODIFIERS}str path) -> "
@@ -96,6 +100,7 @@ def op_arguments(kernel, device):
             for modifiers in (NO_MODIFIERS, every_modifier(q, K)):
                 yield "rowmax", (q, K, *mask, *modifiers[:6], "auto")
                 yield "accumulate", (q, K, V, M, *mask, *modifiers, "auto")
+                yield "accumulate_last", (q, K, V, M, *mask, *modifiers, "auto")
                 yield "forward", (q, K, V, *mask, torch.float32, *modifiers, "auto")
                 yield "forward", (q, K, V, *mask, dtype, *modifiers, "reference")
         yield "finalize", (NUM, DEN, "highest", dtype, 0.0)

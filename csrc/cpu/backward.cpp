@@ -45,8 +45,7 @@ void note_ends(BackwardPack& pack) {
   const int64_t tiles = (pack.set_hi - pack.set_lo) * pack.q.tiles;
   for (Buffer<int64_t>* x : {&pack.all_begin, &pack.all_end, &pack.any_begin, &pack.any_end}) x->resize(tiles);
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    int64_t &all_begin = pack.all_begin[tile] = 0, &all_end = pack.all_end[tile] = INT64_MAX;
-    int64_t &any_begin = pack.any_begin[tile] = INT64_MAX, &any_end = pack.any_end[tile] = 0;
+    int64_t all_begin = 0, all_end = INT64_MAX, any_begin = INT64_MAX, any_end = 0;
     for (int64_t i = tile * kKeyTile; i < (tile + 1) * kKeyTile; ++i) {
       const int64_t begin = pack.query.begin[i], end = pack.query.end[i];
       all_begin = std::max(all_begin, begin);
@@ -55,6 +54,8 @@ void note_ends(BackwardPack& pack) {
       any_begin = std::min(any_begin, begin);
       any_end = std::max(any_end, end);
     }
+    pack.all_begin[tile] = all_begin, pack.all_end[tile] = all_end;
+    pack.any_begin[tile] = any_begin, pack.any_end[tile] = any_end;
   }
 }
 

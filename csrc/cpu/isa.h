@@ -1,6 +1,6 @@
 // The vector kernels of the CPU as one table per instruction set. In: rows and packed panels. Out: score tiles,
-// weights, partial sums. Serves docs/contract.md sections 1, 2, 4, 5, 6, 8, 10, 11; the callers (rows.cpp, *_worker.cpp) hold
-// no SIMD.
+// weights, partial sums. Serves docs/contract.md sections 1, 2, 4, 5, 6, 8, 10, 11; the callers (rows.cpp,
+// modifiers.cpp, *_worker.cpp) hold no SIMD.
 #pragma once
 
 #include "../problem.h"

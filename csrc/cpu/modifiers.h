@@ -1,6 +1,6 @@
-// Score modifiers and dropout on rows of pairs (docs/contract.md sections 10 and 11). In: scores of a query against keys
-// of a tile, or of a key against queries of a tile. Out: their final scores, -inf where the bias masks a pair and NaN
-// where it is poisoned; and what each pair's weight is multiplied by.
+// Score modifiers and dropout on rows of pairs (docs/contract.md sections 10 and 11). In: scores of a query against
+// keys of a tile, or of a key against queries of a tile. Out: their final scores, -inf where the bias masks a pair and
+// NaN where it is poisoned; and what each pair's weight is multiplied by.
 #pragma once
 
 #include "../backend.h"

@@ -145,7 +145,8 @@ bool PairWorker::compute(const RowBlock& block, int64_t tile) {
 // A pair of the block's set; row counts the queries of the set.
 Pair PairWorker::pair_of(const RowBlock& block, int64_t row, int64_t key) const {
   const int64_t group = pack_.queries.heads_per_set, length = pack_.queries.length;
-  const int64_t batch = block.set / pack_.queries.sets_per_batch, head = block.set % pack_.queries.sets_per_batch * group;
+  const int64_t batch = block.set / pack_.queries.sets_per_batch;
+  const int64_t head = block.set % pack_.queries.sets_per_batch * group;
   return {batch, head + row / length, row % length, problem_.mask.kv_lo + key};
 }
 

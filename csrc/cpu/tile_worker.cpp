@@ -341,7 +341,8 @@ void TileWorker::store_out(const MutableView& out) {
       std::fill(values, values + depth_, 0.0f);
     } else if (short_sum) {
       const double* high = acc_.data() + r * width_;
-      kernels_.finish_row(high, split_weights_ ? high + unit_.rows * width_ : nullptr, depth_, unit, den, rescale, values);
+      const double* low = split_weights_ ? high + unit_.rows * width_ : nullptr;
+      kernels_.finish_row(high, low, depth_, unit, den, rescale, values);
     } else {
       for (int d = 0; d < depth_; ++d) {
         numerators[d] = round_digits(digits_.data() + r * width_ + d, static_cast<int64_t>(max_rows_) * width_,

@@ -16,20 +16,9 @@ int compute_capability(int device) {
   return 10 * major + minor;
 }
 
-// The tensor-core kernels know keys that begin at kv_lo, and no modifiers yet.
-bool needs_reference(const Problem& p) {
-  return p.modifiers.any() || p.mask.ranges != nullptr || p.mask.left != Mask::kUnlimited;
-}
-
-// The path that runs: the fastest one this GPU and this call have, unless the caller names one.
-Path choose_path(const Context& ctx, bool needs_reference) {
+// The path that runs: the fastest one this GPU has, unless the caller names one.
+Path choose_path(const Context& ctx) {
   const bool hopper = compute_capability(ctx.device) == 90;
-  if (needs_reference) {
-    if (ctx.path == Path::kAuto || ctx.path == Path::kReference) return Path::kReference;
-    throw std::runtime_error(
-        "det_attn: windows, key_ranges, bias, softcap, ALiBi and dropout are not implemented in paths 'mma' and 'wgmma' "
-        "yet, allowed with them are 'auto' and 'reference'");
-  }
   if (ctx.path == Path::kAuto) return hopper ? Path::kWgmma : Path::kMma;
   if (ctx.path == Path::kWgmma && !hopper) {
     throw std::runtime_error("det_attn: path 'wgmma' is not available on this GPU: it needs compute capability 9.0");
@@ -40,26 +29,26 @@ Path choose_path(const Context& ctx, bool needs_reference) {
 cuda::Engine engine_of(Path path) { return path == Path::kWgmma ? cuda::Engine::kWgmma : cuda::Engine::kMma; }
 
 void rowmax(const Context& ctx, const Problem& problem, double* rowmax) {
-  const Path path = choose_path(ctx, needs_reference(problem));
+  const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::rowmax(ctx, problem, rowmax);
   cuda::tensor_core::rowmax(ctx, engine_of(path), problem, rowmax);
 }
 
 void accumulate(const Context& ctx, const Problem& problem, const double* rowmax, int64_t* num, int64_t* den) {
-  const Path path = choose_path(ctx, needs_reference(problem));
+  const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::accumulate(ctx, problem, rowmax, num, den);
   cuda::tensor_core::accumulate(ctx, engine_of(path), problem, rowmax, num, den);
 }
 
 void forward(const Context& ctx, const Problem& problem, const MutableView& out, double* rowmax, int64_t* den) {
-  const Path path = choose_path(ctx, needs_reference(problem));
+  const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::forward(ctx, problem, out, rowmax, den);
   cuda::tensor_core::forward(ctx, engine_of(path), problem, out, rowmax, den);
 }
 
 void accumulate_last(const Context& ctx, const Problem& problem, const double* others, double* rowmax, int64_t* num,
                      int64_t* den) {
-  const Path path = choose_path(ctx, needs_reference(problem));
+  const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::accumulate_last(ctx, problem, others, rowmax, num, den);
   cuda::tensor_core::accumulate_last(ctx, engine_of(path), problem, others, rowmax, num, den);
 }
@@ -70,7 +59,7 @@ Path choose_backward_path(const Context& ctx, const Problem& problem) {
     throw std::runtime_error(
         "det_attn: bias, softcap, ALiBi and dropout are not implemented in the backward pass on CUDA yet");
   }
-  return choose_path(ctx, false);
+  return choose_path(ctx);
 }
 
 void grad_reference(const Context& ctx, const Gradient& call, int32_t* a, int32_t* b, int32_t* c) {

@@ -32,12 +32,13 @@ __global__ void finalize_rows_kernel(SumsArgs a, int64_t first_row, int64_t elem
   const int dim = static_cast<int>(i % a.shape.dims);
   const int64_t index = first_row + i / a.shape.dims, head = index / a.shape.rows, row = index % a.shape.rows;
   const double num = digits_round(a.digits_of(head, row, dim), 1);
-  const float o = output_of(num, a.den[index], is_poisoned(a, head, row) ? kCountNan : 0, a.precision.weight_bits);
+  const float o = output_of(num, a.den[index], is_poisoned(a, head, row) ? kCountNan : 0,
+                            a.problem.precision.weight_bits, a.problem.modifiers.rescale());
   store_element(a.out.data, a.out_offset(head, row, dim), a.out.dtype, o);
 }
 
 // One CTA: 32 rows of one head. The special keys of a stretch are listed in shared memory, then counted by (row, dim).
-__global__ void __launch_bounds__(kThreads) patch_specials_kernel(Problem problem, SumsArgs a) {
+__global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_constant__ SumsArgs a) {
   constexpr int kRows = 32;
   const Shape& s = a.shape;
   const int64_t tiles = (s.rows + kRows - 1) / kRows;
@@ -45,15 +46,17 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(Problem proble
   if (a.prepared.value_special[head] == 0) return;
   __shared__ int listed;
   __shared__ int list[kThreads];
+  const Problem& problem = a.problem;
   const View& v = problem.v;
   const int64_t base = head / problem.kv_heads * v.stride_batch + head % problem.kv_heads * v.stride_head;
+  const bool maskable = problem.modifiers.bias.data != nullptr;
   const int elements = static_cast<int>(min(static_cast<int64_t>(kRows), s.rows - row_base)) * s.dims;
 
   for (int first = 0; first < elements; first += kThreads) {
     const int element = first + threadIdx.x;
     const int64_t row = row_base + element / s.dims;
     const int dim = element % s.dims;
-    const int end = element < elements ? a.prepared.row_keys[head * s.rows_pad + row].y : 0;
+    const int2 keys = element < elements ? a.prepared.row_keys[head * s.rows_pad + row] : make_int2(0, 0);
     int64_t count = 0;
     for (int64_t stretch = 0; stretch < s.keys; stretch += kThreads) {
       __syncthreads();
@@ -64,7 +67,8 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(Problem proble
         list[atomicAdd(&listed, 1)] = static_cast<int>(key);
       __syncthreads();
       for (int i = 0; i < listed && element < elements; ++i) {
-        if (list[i] >= end) continue;
+        if (list[i] < keys.x || list[i] >= keys.y) continue;
+        if (maskable && shifted_score(problem, 0, pair_in_call(problem, head, row, list[i])) == kScoreMasked) continue;
         const float x = load_element(v.data, base + (problem.mask.kv_lo + list[i]) * v.stride_row + dim, v.dtype);
         if (x != x)
           count += kCountNan;
@@ -75,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(Problem proble
     if (count == 0 || a.rowmax(head, row) == kRowmaxPoisoned || a.rowmax(head, row) == kRowmaxEmpty) continue;
     if (a.out.data != nullptr) {
       store_element(a.out.data, a.out_offset(head, row, dim), a.out.dtype,
-                    output_of(0.0, 1, count, a.precision.weight_bits));
+                    output_of(0.0, 1, count, a.problem.precision.weight_bits));
     } else {
       a.digits_of(head, row, dim)[kSpecialDigit] = count;
     }
@@ -111,9 +115,9 @@ void finalize_rows(const Context& ctx, const SumsArgs& a, int64_t first_row, int
   check_launch("finalize_rows_kernel");
 }
 
-void patch_specials(const Context& ctx, const Problem& problem, const SumsArgs& a) {
+void patch_specials(const Context& ctx, const SumsArgs& a) {
   const int64_t blocks = a.shape.heads * ceil_div(a.shape.rows, 32);
-  patch_specials_kernel<<<grid_of(blocks), kThreads, 0, stream_of(ctx)>>>(problem, a);
+  patch_specials_kernel<<<grid_of(blocks), kThreads, 0, stream_of(ctx)>>>(a);
   check_launch("patch_specials_kernel");
 }
 

@@ -11,15 +11,20 @@ namespace det_attn::cuda {
 
 namespace {
 
-// The engine for this call: few query rows go straight to their keys and values.
-Engine engine_for(Engine engine, const Problem& p) { return is_direct(p) ? Engine::kDirect : engine; }
+// The engine for this call: few query rows go straight to their keys and values, modifiers to the kernels that know
+// them.
+Engine engine_for(Engine engine, const Problem& p) {
+  if (p.modifiers.any()) return Engine::kMma;
+  return is_direct(p) ? Engine::kDirect : engine;
+}
 
-void launch_scores(const Context& ctx, Engine engine, const Problem& problem, const ScoresArgs& args, int64_t tiles,
-                   bool given) {
+void launch_scores(const Context& ctx, Engine engine, const ScoresArgs& args, int64_t tiles, bool given) {
   if (args.shape.keys == 0) return;
   const bool highest = args.shape.planes == 3;
-  if (engine == Engine::kDirect) {
-    (highest ? launch_scores_direct_highest : launch_scores_direct_high)(ctx, problem, args, tiles, given);
+  if (args.problem.modifiers.of_scores()) {
+    (highest ? launch_scores_modified_highest : launch_scores_modified_high)(ctx, args, tiles, given);
+  } else if (engine == Engine::kDirect) {
+    (highest ? launch_scores_direct_highest : launch_scores_direct_high)(ctx, args, tiles, given);
   } else if (engine == Engine::kWgmma) {
     (highest ? launch_scores_wgmma_highest : launch_scores_wgmma_high)(ctx, args, tiles, given);
   } else {
@@ -30,11 +35,13 @@ void launch_scores(const Context& ctx, Engine engine, const Problem& problem, co
 // `highest` has seven digit positions: too many for wgmma's accumulators, so its sums stay on mma.sync.
 bool sums_on_wgmma(Engine engine, const Shape& s) { return engine == Engine::kWgmma && s.planes == 2; }
 
-void launch_sums(const Context& ctx, Engine engine, const Problem& problem, const SumsArgs& args, int64_t tiles) {
+void launch_sums(const Context& ctx, Engine engine, const SumsArgs& args, int64_t tiles) {
   if (engine == Engine::kDirect) {
     if (args.shape.keys == 0) return;
-    return (args.shape.planes == 3 ? launch_sums_direct_highest : launch_sums_direct_high)(ctx, problem, args, tiles);
+    return (args.shape.planes == 3 ? launch_sums_direct_highest : launch_sums_direct_high)(ctx, args, tiles);
   }
+  if (args.problem.modifiers.dropout.on)
+    return (args.shape.planes == 3 ? launch_sums_dropout_highest : launch_sums_dropout_high)(ctx, args, tiles);
   if (sums_on_wgmma(engine, args.shape)) return launch_sums_wgmma_high(ctx, args, tiles);
   (args.shape.planes == 3 ? launch_sums_highest : launch_sums_high)(ctx, args, tiles);
 }
@@ -51,6 +58,16 @@ int processors(const Context& ctx) {
   return count;
 }
 
+// How far apart the keys of a tile's rows may lie: a window bounds it where the rows are consecutive queries.
+int64_t span_of(const Problem& p, const Shape& s) {
+  const Mask& m = p.mask;
+  const bool consecutive = p.q_heads == p.kv_heads || p.q_len % kRowPad == 0;
+  if (m.left == Mask::kUnlimited || m.right == Mask::kUnlimited || m.range_columns == 3 || !consecutive)
+    return s.keys_pad;
+  // The first key is rounded down and the last one up.
+  return std::min(s.keys_pad, round_up(std::max<int64_t>(0, m.left + m.right) + kRowPad + kKeyPad, kKeyPad));
+}
+
 }  // namespace
 
 Shape shape_of(const Problem& p, Engine engine) {
@@ -61,6 +78,7 @@ Shape shape_of(const Problem& p, Engine engine) {
   s.tile_blocks = std::min<int64_t>(kRowPad, round_up(s.rows, kBlockRows)) / kBlockRows;
   s.keys = p.mask.kv_hi - p.mask.kv_lo;
   s.keys_pad = round_up(s.keys, kKeyPad);
+  s.span = span_of(p, s);
   s.dims = static_cast<int>(p.head_dim);
   s.dims_pad = static_cast<int>(round_up(p.head_dim, kDimPad));
   if (engine != Engine::kMma)
@@ -80,7 +98,9 @@ Prepared prepare(const Context& ctx, Engine engine, const Problem& problem, cons
   p.query_exponent = workspace<int32_t>(ctx, s.heads * s.rows_pad);
   p.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
   p.row_keys = workspace<int2>(ctx, s.heads * s.rows_pad);
+  p.tile_first = workspace<int32_t>(ctx, s.heads * (s.rows_pad / kRowPad));
   prepare_queries(ctx, problem, s, p);
+  prepare_tiles(ctx, s, p);
   if (!direct) {
     p.key = workspace<uint8_t>(ctx, s.heads * s.planes * s.keys_pad * s.dims_pad);
     p.key_exponent = workspace<int32_t>(ctx, s.heads * s.keys_pad);
@@ -106,7 +126,7 @@ bool is_uneven(const Mask& m) {
 }
 
 ScoresArgs scores_args(const Problem& p, const Shape& s, const Prepared& prepared) {
-  return ScoresArgs{s, prepared, Distances{nullptr, nullptr, s.keys_pad / kBlockKeys}, 0,
+  return ScoresArgs{p, s, prepared, Distances{nullptr, nullptr, s.span / kBlockKeys}, 0,
                     is_uneven(p.mask) ? kUnevenScoreSlab : kScoreSlab};
 }
 
@@ -117,10 +137,10 @@ struct Plan {
   int64_t split_keys;
 };
 
-Plan plan_of(const Context& ctx, Engine engine, const Shape& s, bool uneven) {
+Plan plan_of(const Context& ctx, Engine engine, const Problem& problem, const Shape& s) {
   Plan plan;
   plan.tiles = s.heads * (s.rows_pad / kRowPad);
-  const int64_t tile_bytes = s.tile_blocks * (s.keys_pad / kBlockKeys) * kBlockBytes;
+  const int64_t tile_bytes = s.tile_blocks * (s.span / kBlockKeys) * kBlockBytes;
   const int64_t fit = tile_bytes == 0 ? plan.tiles : kChunkBytes / tile_bytes;
   plan.chunk_tiles = std::max<int64_t>(1, std::min({fit, plan.tiles, kChunkTiles}));
   // CTAs of the sums kernel in one chunk that have rows.
@@ -129,15 +149,15 @@ Plan plan_of(const Context& ctx, Engine engine, const Shape& s, bool uneven) {
   const int64_t sms = processors(ctx), ctas = plan.chunk_tiles * per_tile;
   int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
   const int64_t tiles_per_head = s.rows_pad / kRowPad;
-  if (uneven && plan.chunk_tiles > tiles_per_head) {  // whole heads, whose long and short rows even out
+  if (is_uneven(problem.mask) && plan.chunk_tiles > tiles_per_head) {  // whole heads, whose long and short rows even out
     plan.chunk_tiles -= plan.chunk_tiles % tiles_per_head;
   } else if (plan.chunk_tiles < plan.tiles) {  // whole waves of CTAs, where a chunk has at least one
     const int64_t wave = ceil_div(sms, per_tile);
     if (plan.chunk_tiles > wave) plan.chunk_tiles -= plan.chunk_tiles % wave;
   }
-  splits = std::max<int64_t>(1, std::min(splits, s.keys / kLeastSplitKeys));
-  plan.split_keys = std::max<int64_t>(kKeyPad, round_up(ceil_div(s.keys, splits), kKeyPad));
-  plan.splits = static_cast<int>(std::max<int64_t>(1, ceil_div(s.keys, plan.split_keys)));
+  splits = std::max<int64_t>(1, std::min(splits, std::min(s.keys, s.span) / kLeastSplitKeys));
+  plan.split_keys = std::max<int64_t>(kKeyPad, round_up(ceil_div(s.span, splits), kKeyPad));
+  plan.splits = static_cast<int>(std::max<int64_t>(1, ceil_div(s.span, plan.split_keys)));
   return plan;
 }
 
@@ -145,7 +165,7 @@ Plan plan_of(const Context& ctx, Engine engine, const Shape& s, bool uneven) {
 void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const Shape& s, SumsArgs args,
                 const Plan& plan, bool given) {
   ScoresArgs scores = scores_args(problem, s, args.prepared);
-  const int64_t blocks = plan.chunk_tiles * s.tile_blocks * (s.keys_pad / kBlockKeys);
+  const int64_t blocks = plan.chunk_tiles * s.tile_blocks * (s.span / kBlockKeys);
   scores.distances.distance = workspace<uint4>(ctx, blocks * 4 * kWarpSize);
   scores.distances.block_max = workspace<int64_t>(ctx, blocks * kBlockRows);
   args.distances = scores.distances;
@@ -164,7 +184,7 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
     };
     const int64_t row = row_at(first), rows = row_at(first + tiles) - row;
     scores.first_tile = args.first_tile = first;
-    launch_scores(ctx, engine, problem, scores, tiles, given);
+    launch_scores(ctx, engine, scores, tiles, given);
     if (!into_num) {
       args.digits_row = row;
       if (args.into_digits) {
@@ -173,7 +193,7 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
         check(cudaMemsetAsync(args.den + row, 0, rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
       }
     }
-    launch_sums(ctx, engine, problem, args, tiles);
+    launch_sums(ctx, engine, args, tiles);
     if (!into_num && args.into_digits) finalize_rows(ctx, args, row, rows);
   }
 }
@@ -182,8 +202,7 @@ SumsArgs sums_args(const Problem& p, const Shape& s, const Prepared& prepared, i
   SumsArgs args{};
   args.shape = s;
   args.prepared = prepared;
-  args.precision = p.precision;
-  args.kv_heads = p.kv_heads, args.q_heads = p.q_heads, args.q_len = p.q_len;
+  args.problem = p;
   args.den = den;
   return args;
 }
@@ -197,7 +216,7 @@ void rowmax(const Context& ctx, Engine engine, const Problem& problem, double* r
   const Shape s = shape_of(problem, engine);
   if (s.heads * s.rows == 0) return;
   const Prepared prepared = prepare(ctx, engine, problem, s, false);
-  launch_scores(ctx, engine, problem, scores_args(problem, s, prepared), s.heads * (s.rows_pad / kRowPad), false);
+  launch_scores(ctx, engine, scores_args(problem, s, prepared), s.heads * (s.rows_pad / kRowPad), false);
   export_rowmax(ctx, s, prepared, rowmax);
 }
 
@@ -216,8 +235,8 @@ void accumulate(const Context& ctx, Engine engine, const Problem& problem, const
   check(cudaMemsetAsync(num, 0, s.heads * s.rows * s.dims * kDigits * sizeof(int64_t), stream_of(ctx)),
         "cudaMemsetAsync");
   check(cudaMemsetAsync(den, 0, s.heads * s.rows * sizeof(int64_t), stream_of(ctx)), "cudaMemsetAsync");
-  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s, is_uneven(problem.mask)), raised == nullptr);
-  patch_specials(ctx, problem, args);
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, problem, s), raised == nullptr);
+  patch_specials(ctx, args);
   finish_num(ctx, args);
   if (raised != nullptr) export_rowmax(ctx, s, prepared, raised);
 }
@@ -242,8 +261,8 @@ void forward(const Context& ctx, Engine engine, const Problem& problem, const Mu
   const Prepared prepared = prepare(ctx, engine, problem, s, true);
   SumsArgs args = sums_args(problem, s, prepared, den);
   args.out = out;
-  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, s, is_uneven(problem.mask)), false);
-  patch_specials(ctx, problem, args);
+  run_chunks(ctx, engine, problem, s, args, plan_of(ctx, engine, problem, s), false);
+  patch_specials(ctx, args);
   export_rowmax(ctx, s, prepared, rowmax);
 }
 

@@ -141,11 +141,26 @@ __global__ void __launch_bounds__(kThreads)
     if (QUERY) {
       out.rowmax[index] = e == kPoisonedExponent ? kRowmaxPoisoned : kRowmaxEmpty;
       const Mask& mask = problem.mask;
-      out.row_keys[index] = row < s.rows ? make_int2(static_cast<int>(mask.begin(batch, x_row) - mask.kv_lo),
-                                                     static_cast<int>(mask.end(batch, x_row) - mask.kv_lo))
-                                         : make_int2(0, 0);
+      int2 keys = make_int2(0, 0);
+      if (row < s.rows) {
+        keys.x = static_cast<int>(mask.begin(batch, x_row) - mask.kv_lo);
+        keys.y = static_cast<int>(mask.end(batch, x_row) - mask.kv_lo);
+      }
+      out.row_keys[index] = keys.y > keys.x ? keys : make_int2(0, 0);
     }
   }
+}
+
+// One warp a tile of kRowPad rows.
+__global__ void tile_first_kernel(const __grid_constant__ Shape s, const __grid_constant__ Prepared out) {
+  const int64_t tile = blockIdx.x;
+  int first = INT32_MAX;
+  for (int r = threadIdx.x; r < kRowPad; r += kWarpSize) {
+    const int2 keys = out.row_keys[tile * kRowPad + r];
+    if (keys.y > keys.x) first = min(first, keys.x);
+  }
+  first = __reduce_min_sync(kFullWarp, first);
+  if (threadIdx.x == 0) out.tile_first[tile] = first == INT32_MAX ? 0 : first / kKeyPad * kKeyPad;
 }
 
 // ---- value rows ----
@@ -288,6 +303,11 @@ void launch_value_planes(const Context& ctx, const Problem& problem, const Shape
 
 void prepare_queries(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
   launch_row_planes<true>(ctx, problem, s, out);
+}
+
+void prepare_tiles(const Context& ctx, const Shape& s, const Prepared& out) {
+  tile_first_kernel<<<grid_of(s.heads * (s.rows_pad / kRowPad)), kWarpSize, 0, stream_of(ctx)>>>(s, out);
+  check_launch("tile_first_kernel");
 }
 
 void prepare_keys(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {

@@ -22,11 +22,18 @@ struct Shape {
   int64_t tile_blocks;  // 16-row blocks that a tile of kRowPad rows has distances for: fewer if there are fewer rows
   int64_t keys;         // kv_hi - kv_lo
   int64_t keys_pad;     // to kKeyPad
+  int64_t span;         // no tile of kRowPad rows attends keys further apart than this; a multiple of kKeyPad
   int dims;             // head_dim
   int dims_pad;         // query and key planes: to kDimPad
   int value_dims_pad;   // value planes: to the dims of a sums tile
   int planes;           // bytes of an operand: 3 (highest) or 2 (high)
 };
+
+// A row of a head and a key relative to kv_lo, as the call counts them.
+DET_HD Pair pair_in_call(const Problem& p, int64_t head, int64_t row, int64_t key) {
+  return {head / p.kv_heads, head % p.kv_heads * (p.q_heads / p.kv_heads) + row / p.q_len, row % p.q_len,
+          p.mask.kv_lo + key};
+}
 
 constexpr int kPoisonedInTile = 1 << 24;  // stands for kPoisonedExponent where exponents are added
 
@@ -46,7 +53,8 @@ struct Prepared {
   int32_t* value_special;  // [heads]: nonzero if a value element is not finite
   uint8_t* special_key;    // [heads][keys_pad]: 1 where the key's value row has such an element
   int64_t* rowmax;         // [heads][rows_pad], M as an integer
-  int2* row_keys;          // [heads][rows_pad]: begin and end of the attended keys, relative to kv_lo; 0, 0 for padding
+  int2* row_keys;          // [heads][rows_pad]: begin and end of the attended keys, relative to kv_lo; 0, 0 if none
+  int32_t* tile_first;     // [heads][rows_pad / kRowPad]: the first attended key of a tile, down to a multiple of kKeyPad
 };
 
 // The C fragment of m16n8k32 gives a thread columns 2t, 2t+1 of two neighbouring 8-key blocks; as an A fragment it
@@ -83,6 +91,7 @@ __device__ __forceinline__ void byte_planes(const uint32_t (&w)[4], uint32_t (&p
 #endif
 
 void prepare_queries(const Context&, const Problem&, const Shape&, const Prepared&);
+void prepare_tiles(const Context&, const Shape&, const Prepared&);  // tile_first, after the queries
 void prepare_keys(const Context&, const Problem&, const Shape&, const Prepared&);
 void reset_values(const Context&, const Shape&, const Prepared&);  // value_range and value_special, before any values
 void prepare_values(const Context&, const Problem&, const Shape&, const Prepared&);

@@ -14,7 +14,8 @@ namespace {
 
 // Two blocks a processor: one computes while the other waits for its chunk.
 __global__ void __launch_bounds__(kThreads, 2)
-    rowmax_kernel(const __grid_constant__ Problem p, const PreparedRows q, const PreparedRows k, int64_t items, double* rowmax) {
+    rowmax_kernel(const __grid_constant__ Problem p, const PreparedRows q, const PreparedRows k, int64_t items,
+                  double* rowmax) {
   __shared__ ScoreShared shared;
   __shared__ RowKeys row_keys;
   __shared__ int32_t exponents[kQueries];

@@ -23,10 +23,12 @@ struct Distances {
 };
 
 struct ScoresArgs {
+  Problem problem;
   Shape shape;
   Prepared prepared;
   Distances distances;  // distance == nullptr: row maxima only
-  int64_t first_tile;  // row tiles of kRowPad rows, counted over all heads; distances are indexed from here
+  int64_t first_tile;  // row tiles of kRowPad rows, counted over all heads; distances are indexed from here, and by key
+                       // from the tile's first
   int slab_keys;       // keys one CTA walks with its query planes resident
 };
 
@@ -75,46 +77,72 @@ __device__ __forceinline__ int32_t half_score(const Acc& acc, int n, int i, int 
 
 // ---- what a warp knows of its rows and keys ----
 
-// 16 rows: exponents and ends of attended keys of the lane's two rows (lane / 4 and lane / 4 + 8).
+// 16 rows of one head: exponents of the lane's two rows (lane / 4 and lane / 4 + 8).
 struct BlockRows {
   int exponent[2];
-  int end[2];
+  int first;  // of the 16, in the warp
 };
-// Extremes over all rows of a warp: which shortcuts its tiles may take.
-struct WarpRows {
-  int exponent_min, exponent_max, end_min;
+// All rows of a warp, in shared memory for want of registers. The extremes say which shortcuts its tiles may take.
+struct alignas(16) WarpRows {
+  int exponent_min, exponent_max, begin_max, end_min;
+  const ScoresArgs* args;     // for the modifiers
+  int64_t first;              // over heads * rows_pad
+  int2 keys[kScoreWarpTile];  // attended ones; only blocks at the edge of a mask look
+
+  // Whether some row does not attend some of the 32 keys from `key` on.
+  __device__ __forceinline__ bool mask_block(int key) const { return key < begin_max || key + kBlockKeys > end_min; }
 };
 
 // Reads `ROWS` (16 or 32) rows from row_base on; a lane holds one row, then each picks its own.
 template <int ROWS>
-__device__ __forceinline__ WarpRows load_rows(const ScoresArgs& args, int64_t head, int64_t row_base, int lane,
-                                              BlockRows (&blocks)[ROWS / 16]) {
+__device__ __forceinline__ void load_rows(const ScoresArgs& args, int64_t head, int64_t row_base, int lane,
+                                          BlockRows (&blocks)[ROWS / 16], WarpRows* warp) {
   const int64_t row = row_base + lane % ROWS;
   const bool real = row < args.shape.rows;
   const int own = args.prepared.query_exponent[head * args.shape.rows_pad + row];
-  const int own_end = args.prepared.row_keys[head * args.shape.rows_pad + row].y;
+  const int2 own_keys = args.prepared.row_keys[head * args.shape.rows_pad + row];
 #pragma unroll
-  for (int m = 0; m < ROWS / 16; ++m)
+  for (int m = 0; m < ROWS / 16; ++m) {
+    blocks[m].first = m * 16;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < 2; ++h)
       blocks[m].exponent[h] = __shfl_sync(kFullWarp, own, m * 16 + h * 8 + lane / 4);
-      blocks[m].end[h] = __shfl_sync(kFullWarp, own_end, m * 16 + h * 8 + lane / 4);
-    }
+  }
   // Padding rows count for nothing but the mask.
-  return {__reduce_min_sync(kFullWarp, real ? own : INT32_MAX), __reduce_max_sync(kFullWarp, real ? own : INT32_MIN),
-          __reduce_min_sync(kFullWarp, own_end)};
+  const int exponent_min = __reduce_min_sync(kFullWarp, real ? own : INT32_MAX),
+            exponent_max = __reduce_max_sync(kFullWarp, real ? own : INT32_MIN),
+            begin_max = __reduce_max_sync(kFullWarp, own_keys.x), end_min = __reduce_min_sync(kFullWarp, own_keys.y);
+  if (lane == 0) {
+    warp->exponent_min = exponent_min, warp->exponent_max = exponent_max;
+    warp->begin_max = begin_max, warp->end_min = end_min;
+    warp->args = &args;
+    warp->first = head * args.shape.rows_pad + row_base;
+  }
+  if (lane < ROWS) warp->keys[lane] = own_keys;
+  __syncwarp();
 }
 
-// Attended keys of the CTA's rows end here (relative to kv_lo). All threads call it; `shared` is one int.
-template <class Args>
-__device__ __forceinline__ int end_of_rows(const Args& args, int64_t head, int64_t row_base, int rows, int* shared) {
-  if (threadIdx.x == 0) *shared = 0;
+// The attended keys of a CTA's rows within [begin, end), outwards to multiples of STEP; empty if first >= last.
+struct KeyRange {
+  int first, last;
+};
+// All threads call it; `shared` is two ints.
+template <int STEP, class Args>
+__device__ __forceinline__ KeyRange keys_of_rows(const Args& args, int64_t head, int64_t row_base, int rows,
+                                                 int64_t begin, int64_t end, int* shared) {
+  if (threadIdx.x == 0) shared[0] = INT32_MAX, shared[1] = 0;
   __syncthreads();
   for (int r = threadIdx.x; r < rows; r += blockDim.x) {
-    atomicMax(shared, args.prepared.row_keys[head * args.shape.rows_pad + row_base + r].y);
+    const int2 keys = args.prepared.row_keys[head * args.shape.rows_pad + row_base + r];
+    if (keys.y > keys.x) {
+      atomicMin(&shared[0], keys.x);
+      atomicMax(&shared[1], keys.y);
+    }
   }
   __syncthreads();
-  return *shared;
+  const int64_t first = max(static_cast<int64_t>(shared[0] / STEP * STEP), begin),
+                last = min(static_cast<int64_t>((shared[1] + STEP - 1) / STEP * STEP), end);
+  return {static_cast<int>(first), static_cast<int>(last)};
 }
 
 // ---- row maxima ----
@@ -155,9 +183,15 @@ struct Block {
   bool masked;              // some pair may be masked
 };
 
-__device__ __forceinline__ Block block_at(const Distances& d, int64_t row16, int key_base, const int* key_exponent,
-                                          bool masked) {
-  const int64_t block = row16 * d.key_blocks + key_base / kBlockKeys;
+// The block of key 0, were there one, of row block `row16`, counted from the chunk's first, of a tile. Blocks of a chunk
+// are far fewer than 2^31; without distances the number means nothing.
+__device__ __forceinline__ int first_block(const Distances& d, int64_t row16, int tile_first) {
+  return static_cast<int>(row16 * d.key_blocks) - tile_first / kBlockKeys;
+}
+
+__device__ __forceinline__ Block block_at(const Distances& d, int first_block, int key_base,
+                                          const int* key_exponent, bool masked) {
+  const int64_t block = first_block + key_base / kBlockKeys;
   return {d.distance == nullptr ? nullptr : d.distance + block * 4 * kWarpSize, d.block_max + block * kBlockRows,
           key_exponent, key_base, masked};
 }
@@ -166,11 +200,24 @@ struct Dots {
   int64_t dot[4][4];
 };
 
-// Any exponents, any scores, 64 bits throughout. Out of line: ordinary tiles do not come here.
-template <bool GIVEN>
-__device__ __noinline__ void finish_block_careful(const Dots dots, const BlockRows rows, const Block block, int lane,
-                                                  int64_t* row_max) {
+// Section 10: an attended pair's score, kPoisonedScore among them, after the modifiers; kNoScore where they mask it.
+// `row` counts over heads * rows_pad.
+static __device__ __noinline__ int64_t modify(const ScoresArgs& args, int64_t row, int key, int64_t s) {
+  const Problem& p = args.problem;
+  const Pair at = pair_in_call(p, row / args.shape.rows_pad, row % args.shape.rows_pad, key);
+  const int64_t changed = modified_score(p, s == kPoisonedScore ? 0 : s, at);
+  if (changed == kScoreMasked) return kNoScore;
+  return s == kPoisonedScore || changed == kScorePoisoned ? kPoisonedScore : changed;
+}
+
+// Any exponents, any scores, and the modifiers, if MODIFIED: 64 bits throughout. Out of line: ordinary tiles do not come
+// here.
+template <bool GIVEN, bool MODIFIED>
+static __device__ __noinline__ void finish_block_careful(const Dots dots, const WarpRows& warp, const BlockRows rows,
+                                                         const Block block, int lane, int64_t* row_max) {
   int64_t s[4][4], top[2] = {kNoScore, kNoScore};
+  const int first = rows.first + lane / 4;
+  const int2 keys[2] = {warp.keys[first], warp.keys[first + 8]};
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
@@ -180,7 +227,12 @@ __device__ __noinline__ void finish_block_careful(const Dots dots, const BlockRo
       s[n][i] = eq >= kPoisonedInTile || ek >= kPoisonedInTile
                     ? kPoisonedScore
                     : score_of(dots.dot[n][i], score_shift(eq, ek, kHighest.operand_bits));
-      if (block.key_base + column >= rows.end[h]) s[n][i] = kNoScore;
+      const int key = block.key_base + column;
+      if (key < keys[h].x || key >= keys[h].y) {
+        s[n][i] = kNoScore;
+      } else if constexpr (MODIFIED) {
+        s[n][i] = modify(*warp.args, warp.first + first + 8 * h, key, s[n][i]);
+      }
       top[h] = max(top[h], s[n][i]);
     }
 #pragma unroll
@@ -206,7 +258,7 @@ __device__ __noinline__ void finish_block_careful(const Dots dots, const BlockRo
 }
 // One 16 x 32 block. acc(group, n, i) are its digit groups. Folds the two rows' maxima into row_max (a thread's own;
 // the quad is combined at the end), or, if GIVEN, row_max is M and distances are taken from it.
-template <int PLANES, bool WIDE, bool GIVEN, class Acc>
+template <int PLANES, bool WIDE, bool GIVEN, bool MODIFIED, class Acc>
 __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& warp, const BlockRows& rows,
                                              const Block& block, int lane, int64_t (&row_max)[2]) {
   // The shortcut: every shift r of the tile in [17, 24], and |I| < 2^(r + 30) for every pair, so scores fit 31 bits.
@@ -215,7 +267,7 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
   const int ek_min = __reduce_min_sync(kFullWarp, block.key_exponent[lane]);
   const int r_min = score_shift(warp.exponent_max, ek_max, kHighest.operand_bits);
   const int r_max = score_shift(warp.exponent_min, ek_min, kHighest.operand_bits);
-  bool small = r_min >= 17 && r_max <= 24;
+  bool small = !MODIFIED && r_min >= 17 && r_max <= 24;
   if (small) {
     const int bias = 1 << (r_min + 5);
     uint32_t above = 0;
@@ -231,7 +283,7 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
     for (int n = 0; n < 4; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, n, i);
-    finish_block_careful<GIVEN>(dots, rows, block, lane, row_max);
+    finish_block_careful<GIVEN, MODIFIED>(dots, warp, rows, block, lane, row_max);
     return;
   }
 
@@ -247,11 +299,14 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
       s[n][i] = (half_score<PLANES, WIDE>(acc, n, i, shift[i >> 1] - (i & 1 ? ek.y : ek.x)) + 1) >> 1;
   }
   if (block.masked) {
+    const int2 keys[2] = {warp.keys[rows.first + lane / 4], warp.keys[rows.first + lane / 4 + 8]};
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (block.key_base + n * 8 + (lane % 4) * 2 + (i & 1) >= rows.end[i >> 1]) s[n][i] = kNone;
+      for (int i = 0; i < 4; ++i) {
+        const int key = block.key_base + n * 8 + (lane % 4) * 2 + (i & 1);
+        if (key < keys[i >> 1].x || key >= keys[i >> 1].y) s[n][i] = kNone;
+      }
   }
   if constexpr (GIVEN) {
 #pragma unroll

@@ -88,23 +88,25 @@ __device__ __forceinline__ void quantise_keys(const RawKeys<PIECES>& raw, uint8_
 
 template <class Tile, bool BF16, bool GIVEN>
 __global__ void __launch_bounds__(Tile::kThreads, kScoresDirectCtas)
-    scores_direct_kernel(const __grid_constant__ ScoresArgs args, const __grid_constant__ Problem problem) {
+    scores_direct_kernel(const __grid_constant__ ScoresArgs args) {
   using namespace scores_direct;
   constexpr int kPlanes = Tile::kPlanes, kDims = Tile::kDims, kPieces = kDims / 64;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) int key_exponents[Tile::kWarps][kBlockKeys];
-  __shared__ int shared_end;
+  __shared__ int shared_keys[2];
+  __shared__ WarpRows shared_rows[Tile::kWarps];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t head = args.first_tile + blockIdx.x;
-  const int slab_begin = blockIdx.y * Tile::kSlab;
+  const int tile_first = args.prepared.tile_first[head];
+  const int64_t slab = tile_first + int64_t(blockIdx.y) * Tile::kSlab;
   // Whole steps of the sums kernel, which reads every block of a step it enters.
-  const int end = end_of_rows(args, head, 0, kBlockRows, &shared_end);
-  const int slab_end = min((end + kKeyPad - 1) / kKeyPad * kKeyPad, slab_begin + Tile::kSlab);
-  if (slab_begin >= slab_end) return;
+  const KeyRange range = keys_of_rows<kKeyPad>(args, head, 0, kBlockRows, slab, slab + Tile::kSlab, shared_keys);
+  if (range.first >= range.last) return;
   BlockRows rows[1];
-  const WarpRows warp_rows = load_rows<kBlockRows>(args, head, 0, lane, rows);
+  WarpRows& warp_rows = shared_rows[warp];
+  load_rows<kBlockRows>(args, head, 0, lane, rows, &warp_rows);
   int64_t row_max[2] = {start_of_rowmax<GIVEN>(args, head, lane / 4), start_of_rowmax<GIVEN>(args, head, lane / 4 + 8)};
 
   const uint32_t query_shared = shared_address(shared);
@@ -124,31 +126,32 @@ __global__ void __launch_bounds__(Tile::kThreads, kScoresDirectCtas)
   f.a = query_shared + (matrix & 1) * 8 * kDims + (matrix >> 1) * 128 + matrix_row * 16;
   f.b = shared_address(planes) + (matrix >> 1) * 8 * kDims + (matrix & 1) * 128 + matrix_row * 16;
 
+  const Problem& problem = args.problem;
   const View& k = problem.k;
   const int keys = static_cast<int>(s.keys);
   const uint16_t* from = static_cast<const uint16_t*>(k.data) + head / problem.kv_heads * k.stride_batch +
                          head % problem.kv_heads * k.stride_head + problem.mask.kv_lo * k.stride_row;
   RawKeys<kPieces> raw;
-  int first = slab_begin + warp * kBlockKeys;
+  int first = range.first + warp * kBlockKeys;
   raw.load(from, k.stride_row, first + lane % 8, keys, s.dims, lane);
   wait_copies<0>();
   __syncthreads();
 #pragma unroll 1
-  for (; first < slab_end; first += Tile::kWarps * kBlockKeys) {
+  for (; first < range.last; first += Tile::kWarps * kBlockKeys) {
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const RawKeys<kPieces> now = raw;
       const int next = part < 3 ? first + (part + 1) * 8 : first + Tile::kWarps * kBlockKeys;
-      raw.load(from, k.stride_row, next + lane % 8, next < slab_end ? keys : 0, s.dims, lane);
+      raw.load(from, k.stride_row, next + lane % 8, next < range.last ? keys : 0, s.dims, lane);
       quantise_keys<Tile, BF16>(now, planes, exponents, part * 8 + lane % 8, lane);
     }
     __syncwarp();
     int32_t acc[Groups<kPlanes, false>::kCount][1][4][4] = {};
     scores_mma::dot_tile<kPlanes, false>(acc, f, kDims / 32);
-    const Block block =
-        block_at(args.distances, blockIdx.x, first, exponents, first + kBlockKeys > warp_rows.end_min);
-    finish_block<kPlanes, false, GIVEN>([&](int g, int n, int i) { return acc[g][0][n][i]; }, warp_rows, rows[0], block,
-                                        lane, row_max);
+    const Block block = block_at(args.distances, first_block(args.distances, blockIdx.x, tile_first), first, exponents,
+                                 warp_rows.mask_block(first));
+    finish_block<kPlanes, false, GIVEN, false>([&](int g, int n, int i) { return acc[g][0][n][i]; }, warp_rows, rows[0],
+                                        block, lane, row_max);
     __syncwarp();
   }
 #pragma unroll

@@ -121,14 +121,16 @@ __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][M][4][4], const 
 }  // namespace scores_mma
 
 // GIVEN: prepared.rowmax is an input, distances are taken from it. Otherwise it is raised to the maxima found here.
-template <class Tile, bool WIDE, bool GIVEN>
+// MODIFIED: scores pass through docs/contract.md section 10.
+template <class Tile, bool WIDE, bool GIVEN, bool MODIFIED>
 __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_constant__ ScoresArgs args) {
   using namespace scores_mma;
   constexpr int kPlanes = Tile::kPlanes, kRows = Tile::kRows, kKeys = Tile::kKeys, kStages = Tile::kStages;
   constexpr int kGroups = Groups<kPlanes, WIDE>::kCount;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) int key_exponents[kStages][kKeys];
-  __shared__ int shared_end;
+  __shared__ int shared_keys[2];
+  __shared__ WarpRows shared_rows[Tile::kThreads / kWarpSize];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -139,13 +141,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   const int64_t row_base = (tile % (s.rows_pad / kRowPad)) * kRowPad + (blockIdx.x % kSubTiles) * kRows;
   const int64_t warp_row = row_base + warp_m * kScoreWarpTile;
 
-  const int slab_begin = blockIdx.y * args.slab_keys;
-  const int slab_end = min(end_of_rows(args, head, row_base, kRows, &shared_end), slab_begin + args.slab_keys);
-  if (slab_begin >= slab_end) return;
+  const int tile_first = args.prepared.tile_first[tile];
+  const int64_t slab = tile_first + int64_t(blockIdx.y) * args.slab_keys;
   // Whole steps of the sums kernel, which reads every block of a step it enters.
-  const int tiles = (slab_end - slab_begin + kSumKeys - 1) / kSumKeys * (kSumKeys / kKeys);
+  const KeyRange keys = keys_of_rows<kSumKeys>(args, head, row_base, kRows, slab, slab + args.slab_keys, shared_keys);
+  if (keys.first >= keys.last) return;
+  const int tiles = (keys.last - keys.first) / kKeys;
   BlockRows rows[2];
-  const WarpRows warp_rows = load_rows<kScoreWarpTile>(args, head, warp_row, lane, rows);
+  WarpRows& warp_rows = shared_rows[warp];
+  load_rows<kScoreWarpTile>(args, head, warp_row, lane, rows, &warp_rows);
 
   // ---- query planes, resident; key planes, kStages deep ----
   const uint32_t query_shared = shared_address(shared);
@@ -155,7 +159,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   const int32_t* exponents = args.prepared.key_exponent + head * s.keys_pad;
   auto load_keys = [&](int t) {
     const int stage = t % kStages;
-    const int64_t base = slab_begin + t * kKeys;
+    const int64_t base = keys.first + t * kKeys;
     for (int p = 0; p < kPlanes; ++p) {
       copy_bytes<Tile::kThreads>(key_shared + (stage * kPlanes + p) * kKeys * s.dims_pad,
                                  key + (p * s.keys_pad + base) * s.dims_pad, kKeys * s.dims_pad);
@@ -187,6 +191,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       row_max[m][h] = start_of_rowmax<GIVEN>(args, head, warp_row + m * 16 + h * 8 + lane / 4);
+  const int blocks = first_block(
+      args.distances, (tile - args.first_tile) * s.tile_blocks + (warp_row % kRowPad) / kBlockRows, tile_first);
   for (int t = 0; t < tiles; ++t) {
     if constexpr (kStages > 1) {
       if (t + 1 < tiles) load_keys(t + 1);
@@ -201,15 +207,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
     int32_t acc[kGroups][2][4][4] = {};
     if (warp_row < s.rows) dot_tile<kPlanes, WIDE>(acc, f, s.dims_pad / 32);
 
-    const int key_base = slab_begin + t * kKeys + warp_n * kScoreWarpTile;
+    const int key_base = keys.first + t * kKeys + warp_n * kScoreWarpTile;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       if (warp_row + m * 16 >= s.rows) break;  // padding rows have no block
-      const int64_t row16 = (tile - args.first_tile) * s.tile_blocks + (warp_row % kRowPad) / 16 + m;
-      const Block block = block_at(args.distances, row16, key_base, key_exponents[stage] + warp_n * kScoreWarpTile,
-                                   key_base + kBlockKeys > warp_rows.end_min);
-      finish_block<kPlanes, WIDE, GIVEN>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows[m],
-                                         block, lane, row_max[m]);
+      const Block block = block_at(args.distances, blocks + m * static_cast<int>(args.distances.key_blocks), key_base,
+                                   key_exponents[stage] + warp_n * kScoreWarpTile, warp_rows.mask_block(key_base));
+      finish_block<kPlanes, WIDE, GIVEN, MODIFIED>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows,
+                                         rows[m], block, lane, row_max[m]);
     }
     __syncthreads();
     if constexpr (kStages == 1) {

@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) int key_exponents[kStages][kKeys];
   __shared__ __align__(8) uint64_t query_ready, ready[kStages], free_again[kStages];
-  __shared__ int shared_end;
+  __shared__ int shared_keys[2];
+  __shared__ WarpRows shared_rows[Tile::kThreads / kWarpSize];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroup / kWarpSize,
@@ -102,11 +103,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   const int64_t tile = args.first_tile + blockIdx.x;
   const int64_t head = tile / (s.rows_pad / kRowPad), row_base = tile % (s.rows_pad / kRowPad) * kRowPad;
   const int64_t warp_row = row_base + group * Tile::kGroupRows + warp * kBlockRows;
-  const int slab_begin = blockIdx.y * args.slab_keys;
-  const int slab_end =
-      min(end_of_rows(args, head, row_base, Tile::kRows, &shared_end), slab_begin + args.slab_keys);
-  if (slab_begin >= slab_end) return;
-  const int tiles = (slab_end - slab_begin + kKeys - 1) / kKeys;
+  const int tile_first = args.prepared.tile_first[tile];
+  const int64_t slab = tile_first + int64_t(blockIdx.y) * args.slab_keys;
+  const KeyRange keys =
+      keys_of_rows<kSumKeys>(args, head, row_base, Tile::kRows, slab, slab + args.slab_keys, shared_keys);
+  if (keys.first >= keys.last) return;
+  const int tiles = (keys.last - keys.first) / kKeys;
   static_assert(kKeys == kSumKeys, "a whole step of the sums kernel is written");
 
   // A warpgroup of padding rows leaves, after the barriers are set.
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   constexpr int key_plane = kKeys * Tile::kDimsPad, query_plane = Tile::kRows * Tile::kDimsPad;
   auto load_keys = [&](int t) {
     const int stage = t % kStages;
-    const int64_t key = slab_begin + t * kKeys;
+    const int64_t key = keys.first + t * kKeys;
     barrier_expect(&ready[stage], kPlanes * key_plane + kKeys * 4);
     for (int p = 0; p < kPlanes; ++p) {
       copy_bulk(key_shared + (stage * kPlanes + p) * key_plane,
@@ -144,7 +146,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     for (int t = 0; t < min(kStages - 1, tiles); ++t) load_keys(t);
   }
   BlockRows rows[1];
-  const WarpRows warp_rows = load_rows<kBlockRows>(args, head, warp_row, lane, rows);
+  WarpRows& warp_rows = shared_rows[threadIdx.x / kWarpSize];
+  load_rows<kBlockRows>(args, head, warp_row, lane, rows, &warp_rows);
   int64_t row_max[2] = {start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4),
                         start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4 + 8)};
   __syncthreads();
@@ -156,7 +159,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   o.a_plane = query_plane >> 4;
   o.b_plane = key_plane >> 4;
   const bool real = warp_row < s.rows;  // padding rows have no block
-  const int64_t row16 = (tile - args.first_tile) * s.tile_blocks + (warp_row - row_base) / 16;
+  const int blocks = first_block(
+      args.distances, (tile - args.first_tile) * s.tile_blocks + (warp_row - row_base) / kBlockRows, tile_first);
   for (int t = 0; t < tiles; ++t) {
     const int stage = t % kStages;
     const int ahead = t + kStages - 1;
@@ -172,10 +176,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
 #pragma unroll
     for (int half = 0; half < kKeys / kBlockKeys; ++half) {
       if (!real) continue;
-      const int key_base = slab_begin + t * kKeys + half * kBlockKeys;
-      const Block block = block_at(args.distances, row16, key_base, key_exponents[stage] + half * kBlockKeys,
-                                   key_base + kBlockKeys > warp_rows.end_min);
-      finish_block<kPlanes, kWide, GIVEN>([&](int g, int n, int i) { return acc[g][half * 4 + n][i]; }, warp_rows,
+      const int key_base = keys.first + t * kKeys + half * kBlockKeys;
+      const Block block = block_at(args.distances, blocks, key_base, key_exponents[stage] + half * kBlockKeys,
+                                   warp_rows.mask_block(key_base));
+      finish_block<kPlanes, kWide, GIVEN, false>([&](int g, int n, int i) { return acc[g][half * 4 + n][i]; }, warp_rows,
                                           rows[0], block, lane, row_max);
     }
     barrier_arrive(&free_again[stage]);  // after the exponents were read
@@ -183,8 +187,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int64_t top = max_over_quad(row_max[h]);
-    if (lane % 4 == 0)
-      publish_rowmax<GIVEN>(args.prepared.rowmax + head * s.rows_pad + warp_row + h * 8 + lane / 4, top);
+    if (lane % 4 == 0) publish_rowmax<GIVEN>(args.prepared.rowmax + warp_rows.first + h * 8 + lane / 4, top);
   }
 #endif
 }

@@ -9,11 +9,10 @@
 namespace det_attn::cuda {
 
 struct SumsArgs {
+  Problem problem;
   Shape shape;
   Prepared prepared;
   Distances distances;
-  Precision precision;
-  int64_t kv_heads, q_heads, q_len;
   int64_t first_tile;  // row tiles of kRowPad rows over all heads, as in the scores kernel
   int dim_blocks;      // CTAs side by side over head_dim
   int splits;          // parts of the key range; more than one adds into `digits` atomically
@@ -29,9 +28,12 @@ struct SumsArgs {
     return digits + ((head * shape.rows + row - digits_row) * shape.dims + dim) * kDigits;
   }
   __device__ __forceinline__ int64_t out_offset(int64_t head, int64_t row, int dim) const {
-    const int64_t batch = head / kv_heads, group = q_heads / kv_heads;
-    return batch * out.stride_batch + (head % kv_heads * group + row / q_len) * out.stride_head +
-           row % q_len * out.stride_row + dim;
+    const Pair at = pair_of(head, row, 0);
+    return at.batch * out.stride_batch + at.head * out.stride_head + at.query * out.stride_row + dim;
+  }
+  // A row of a head and a key relative to kv_lo, as the call counts them.
+  __device__ __forceinline__ Pair pair_of(int64_t head, int64_t row, int64_t key) const {
+    return pair_in_call(problem, head, row, key);
   }
   __device__ __forceinline__ int64_t rowmax(int64_t head, int64_t row) const {
     return prepared.rowmax[head * shape.rows_pad + row];
@@ -106,7 +108,8 @@ __device__ __forceinline__ void emit_output(const SumsArgs& args, int64_t head, 
   }
   const int64_t special = args.rowmax(head, row) == kRowmaxPoisoned ? kCountNan : 0;
   store_element(args.out.data, args.out_offset(head, row, dim), args.out.dtype,
-                output_of(num, den, special, args.precision.weight_bits));
+                output_of(num, den, special, args.problem.precision.weight_bits,
+                          args.problem.modifiers.rescale()));
 }
 
 // The CTA's sums of weights, where they belong; the multiplying threads call it.
@@ -170,6 +173,11 @@ __device__ __forceinline__ void step_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
 }
 
+// What `dropped` of form() is without dropout; with it, see Dropout in sums_mma.cuh.
+struct NoneDropped {
+  __device__ __forceinline__ unsigned operator()(int, int) const { return 0; }
+};
+
 // Forms the weights of a CTA's Tile::kRows rows step by step into two stages of byte planes. A warp works for kSlots
 // (16-row block, row half) pairs, so a thread has one fixed row of each; it takes four keys of one A register at a
 // time.
@@ -185,6 +193,7 @@ struct WeightForming {
   uint64_t den[kSlots];
   const uint4* next[kSlots];
   const uint32_t* next_shift;
+  int next_key;  // of the step that is formed next; under dropout
   // What one step needs from memory; fetched as soon as the step before is formed.
   struct Fetched {
     uint4 distance[kSlots][kBlocks][2];
@@ -204,15 +213,19 @@ struct WeightForming {
     }
   }
 
-  // Points at the blocks of `key`; fetch() then reads them step by step.
-  __device__ __forceinline__ void start(const Distances& d, int64_t row16_base, int64_t key, const uint8_t* shifts,
-                                        int lane) {
+  // Points at the first step's blocks; fetch() then reads them step by step.
+  template <class Work>
+  __device__ __forceinline__ void start(const SumsArgs& args, const Work& work, int lane) {
+    const Distances& d = args.distances;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      const int64_t block = (row16_base + row[i] / kBlockRows) * d.key_blocks + key / kBlockKeys;
+      const int64_t block = (work.row16_base + row[i] / kBlockRows) * d.key_blocks +
+                            (work.key_begin - work.tile_first) / kBlockKeys;
       next[i] = d.distance + (block * 4 + row[i] / 8 % 2) * kWarpSize + lane;
     }
+    const uint8_t* shifts = args.prepared.value_shift + work.head * args.shape.keys_pad + work.key_begin;
     next_shift = reinterpret_cast<const uint32_t*>(shifts) + lane % 4;
+    next_key = static_cast<int>(work.key_begin);
   }
 
   __device__ __forceinline__ void fetch(const Distances& d, Fetched& f) {
@@ -253,8 +266,11 @@ struct WeightForming {
 
   // Writes the weights of the fetched distances, shifted, as byte planes. Returns which planes are not all zero, if
   // WANTED.
-  template <bool WANTED>
-  __device__ __forceinline__ unsigned form(Fetched& f, uint8_t* stage, int bucket, bool many, int lane) {
+  // WANTED. dropped(row, key) has a bit for each of keys key, + 1, + 8, + 9: a weight that is left out of the planes, not
+  // of DEN.
+  template <bool WANTED, class Dropped>
+  __device__ __forceinline__ unsigned form(Fetched& f, uint8_t* stage, int bucket, bool many, int lane,
+                                           const Dropped& dropped) {
     if (many) select_shifts(f, bucket);
     uint32_t any_low = 0, any_high = 0;
 #pragma unroll
@@ -272,10 +288,12 @@ struct WeightForming {
           const uint32_t d[4] = {f.distance[i][b][pair].x, f.distance[i][b][pair].y, f.distance[i][b][pair].z,
                                  f.distance[i][b][pair].w};
           uint32_t low[4], high = 0;
+          const unsigned out = dropped(row[i], next_key + b * kBlockKeys + pair * 16 + lane % 4 * 2);
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            const uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base + d[c], kDistanceLimit));
+            uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base + d[c], kDistanceLimit));
             step_den += w;
+            w = out >> c & 1 ? 0 : w;
             const uint32_t by = f.shift[b][pair] >> (8 * c) & 0xff;
             low[c] = shift_left(w, by);
             if (Tile::kWeightPlanes == 5) high |= shift_right(w, 32 - by) << (8 * c);
@@ -292,6 +310,7 @@ struct WeightForming {
       }
       if (bucket == 0) den[i] += step_den;
     }
+    next_key += kSumKeys;
     if (!WANTED) return 0;
     return planes_seen(__reduce_or_sync(kFullWarp, any_low), __reduce_or_sync(kFullWarp, any_high));
   }
@@ -308,9 +327,10 @@ template <class Tile>
 struct SumsWork {
   int dim_block, steps;
   int64_t head, row_base, row16_base, key_begin;
+  int tile_first;
 
-  // All threads call it; `shared_end` is one int.
-  __device__ __forceinline__ SumsWork(const SumsArgs& args, int* shared_end) {
+  // All threads call it; `shared` is two ints.
+  __device__ __forceinline__ SumsWork(const SumsArgs& args, int* shared) {
     const Shape& s = args.shape;
     constexpr int kSubTiles = kRowPad / Tile::kRows;
     // Later rows attend more keys when causal: the long ones first, of all heads at once where the chunk is whole heads.
@@ -322,21 +342,23 @@ struct SumsWork {
     head = tile / tiles_per_head;
     row_base = (tile % tiles_per_head) * kRowPad + (sub % kSubTiles) * Tile::kRows;
     row16_base = (tile - args.first_tile) * s.tile_blocks + (sub % kSubTiles) * (Tile::kRows / kBlockRows);
-    key_begin = blockIdx.y * args.split_keys;
-    const int64_t end = end_of_rows(args, head, row_base, Tile::kRows, shared_end);
-    const int64_t key_end = min(end, key_begin + args.split_keys);
-    steps = key_end > key_begin ? static_cast<int>((key_end - key_begin + kSumKeys - 1) / kSumKeys) : 0;
+    tile_first = args.prepared.tile_first[tile];
+    const int64_t part = tile_first + blockIdx.y * args.split_keys;
+    const KeyRange keys =
+        keys_of_rows<kSumKeys>(args, head, row_base, Tile::kRows, part, part + args.split_keys, shared);
+    key_begin = keys.first;
+    steps = max(0, keys.last - keys.first) / kSumKeys;
   }
 };
 
 // The weight warps' whole run. planes_of[stage][warp] tells the multiplying warps which planes hold anything. `values`
 // may bring the values of each step along: load(step, all) starts a copy, wait<pending>() waits for all but the last
 // ones.
-template <class Tile, class Values>
+template <class Tile, class Values, class Dropped>
 __device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork<Tile>& work,
                                             const Exponents& exponents, uint8_t* shared,
                                             unsigned (*planes_of)[kWeightWarps], unsigned long long* den_shared,
-                                            Values values, int warp, int lane) {
+                                            Values values, const Dropped& dropped, int warp, int lane) {
   WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
   const bool many = exponents.buckets > 1;
   const int total = exponents.buckets * work.steps;
@@ -344,15 +366,14 @@ __device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork
   if (total > 0) values.load(0, 0);
 #pragma unroll 1
   for (int bucket = 0; formed < total; ++bucket) {
-    weights.start(args.distances, work.row16_base, work.key_begin,
-                  args.prepared.value_shift + work.head * args.shape.keys_pad + work.key_begin, lane);
+    weights.start(args, work, lane);
     typename WeightForming<Tile>::Fetched fetched;
     weights.fetch(args.distances, fetched);
 #pragma unroll 1
     for (int step = 0; step < work.steps; ++step, ++formed) {
       const int stage = formed & 1;
       const unsigned seen =
-          weights.template form<true>(fetched, shared + stage * Tile::kWeightBytes, bucket, many, lane);
+          weights.template form<true>(fetched, shared + stage * Tile::kWeightBytes, bucket, many, lane, dropped);
       if (step + 1 < work.steps) weights.fetch(args.distances, fetched);
       if (lane == 0) planes_of[stage][warp] = seen;
       if (formed + 1 < total) {

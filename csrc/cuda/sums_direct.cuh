@@ -210,21 +210,22 @@ static __device__ __noinline__ void flush_sums(const SumsArgs& args,
 
 template <class Tile, bool BF16>
 __global__ void __launch_bounds__(Tile::kThreads, kSumsDirectCtas)
-    sums_direct_kernel(const __grid_constant__ SumsArgs args, const __grid_constant__ Problem problem) {
+    sums_direct_kernel(const __grid_constant__ SumsArgs args) {
   using namespace sums_direct;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) int exponents[Tile::kKeys];
   __shared__ unsigned planes_of[Tile::kWarps];
   __shared__ unsigned long long den_shared[Tile::kRows];
-  __shared__ int shared_end;
+  __shared__ int shared_keys[2];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t head = args.first_tile + blockIdx.x;
-  const int end = end_of_rows(args, head, 0, kBlockRows, &shared_end);
-  const int key_begin = static_cast<int>(blockIdx.y * args.split_keys),
-            key_end = min(end, key_begin + static_cast<int>(args.split_keys));
-  if (key_begin >= key_end) return;
+  const int tile_first = args.prepared.tile_first[head];
+  const int64_t part = tile_first + blockIdx.y * args.split_keys;
+  const KeyRange range =
+      keys_of_rows<Tile::kKeys>(args, head, 0, kBlockRows, part, part + args.split_keys, shared_keys);
+  if (range.first >= range.last) return;
   if (threadIdx.x < Tile::kRows) den_shared[threadIdx.x] = 0;
   uint8_t* weight_planes = shared;
   uint8_t* value_planes = weight_planes + Tile::kWeightPlanes * Tile::kWeightPlaneBytes;
@@ -246,33 +247,34 @@ __global__ void __launch_bounds__(Tile::kThreads, kSumsDirectCtas)
   sums.clear();
   const auto flush = [&](int base) {
     const PositionSums<Tile::kPositions, Tile::kBlocks> copy = sums;  // so that `sums` itself needs no address
-    flush_sums<Tile>(args, copy, head, warp, lane, digit_position(base, args.precision));
+    flush_sums<Tile>(args, copy, head, warp, lane, digit_position(base, args.problem.precision));
     sums.clear();
   };
 
+  const Problem& problem = args.problem;
   const View& v = problem.v;
   const int keys = static_cast<int>(s.keys), warp_key = warp * Tile::kWarpKeys;
   const uint16_t* from = static_cast<const uint16_t*>(v.data) + head / problem.kv_heads * v.stride_batch +
                          head % problem.kv_heads * v.stride_head + problem.mask.kv_lo * v.stride_row;
   uint8_t* special_key = args.prepared.special_key + head * s.keys_pad;
-  load_values<Tile>(shared_address(raw), from, v.stride_row, key_begin + warp_key, keys, s.dims, lane);
+  load_values<Tile>(shared_address(raw), from, v.stride_row, range.first + warp_key, keys, s.dims, lane);
   // The exponent that the sums in the registers are relative to; keys from there up to kMaxWeightShift more can join.
   int base = 0;
   int gathered = 0;  // keys in those sums
 #pragma unroll 1
-  for (int key = key_begin; key < key_end; key += Tile::kKeys) {
+  for (int key = range.first; key < range.last; key += Tile::kKeys) {
     wait_copies<0>();
     __syncwarp();
     const unsigned special = quantise_values<Tile, BF16>(raw, value_planes, exponents, warp_key, lane);
     if (lane < Tile::kWarpKeys) special_key[key + warp_key + lane] = special >> lane & 1;
     if (special != 0 && lane == 0) args.prepared.value_special[head] = 1;
     __syncwarp();
-    if (key + Tile::kKeys < key_end) {  // the next values travel while this step is multiplied
+    if (key + Tile::kKeys < range.last) {  // the next values travel while this step is multiplied
       load_values<Tile>(shared_address(raw), from, v.stride_row, key + Tile::kKeys + warp_key, keys, s.dims, lane);
     }
     Fetched fetched;
     if (!padding) {
-      fetched.fetch(args.distances, blockIdx.x * args.distances.key_blocks + key / kBlockKeys + block, half, lane);
+      fetched.fetch(args.distances, blockIdx.x * args.distances.key_blocks + (key - tile_first) / kBlockKeys + block, half, lane);
     }
     __syncthreads();
     // Every thread reaches the same decision: one pass over the step's keys, or one for each stretch of exponents.

@@ -95,23 +95,57 @@ struct ValueCopies {
   }
 };
 
-template <class Tile>
+// Section 11: which of the keys `key`, + 1, + 8, + 9 one query row leaves out of the sums. Two keys side by side share
+// their random words mostly.
+static __device__ __noinline__ unsigned dropped_keys(const SumsArgs& args, int64_t head, int64_t row, int key) {
+  if (row >= args.shape.rows) return 0;
+  const Problem& p = args.problem;
+  unsigned out = 0;
+  for (int half = 0; half < 2; ++half) {
+    int64_t have = -1;
+    uint32_t words[4];
+    for (int i = 0; i < 2; ++i) {
+      if (key + half * 8 + i >= args.shape.keys) break;
+      const Pair at = pair_in_call(p, head, row, key + half * 8 + i);
+      const int64_t id = p.modifiers.dropout.key_id(at.key);
+      if (id >> 2 != have) dropout_words(p, at, id, words);
+      have = id >> 2;
+      if (!(words[id & 3] >= p.modifiers.dropout.threshold)) out |= 1u << (half * 2 + i);
+    }
+  }
+  return out;
+}
+struct DroppedPairs {
+  const SumsArgs& args;
+  int64_t head, row_base;
+  __device__ __forceinline__ unsigned operator()(int row, int key) const {
+    return dropped_keys(args, head, row_base + row, key);
+  }
+};
+
+template <class Tile, bool DROPOUT>
 __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_constant__ SumsArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) unsigned planes_of[2][kWeightWarps];
   __shared__ unsigned long long den_shared[Tile::kRows];
-  __shared__ int shared_end;
+  __shared__ int shared_keys[2];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int r = threadIdx.x; r < Tile::kRows; r += Tile::kThreads) den_shared[r] = 0;
-  const SumsWork<Tile> work(args, &shared_end);  // synchronises
+  const SumsWork<Tile> work(args, shared_keys);  // synchronises
   if (work.row_base >= s.rows) return;
   const Exponents exponents(args.prepared, work.head);
   const uint32_t weight_shared = shared_address(shared), value_shared = weight_shared + 2 * Tile::kWeightBytes;
   if (warp >= kSumWarps) {
     const ValueCopies<Tile> values(args, work, value_shared, threadIdx.x - Tile::kMultiplyThreads);
-    run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values, warp - kSumWarps, lane);
+    if constexpr (DROPOUT) {
+      run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values,
+                        DroppedPairs{args, work.head, work.row_base}, warp - kSumWarps, lane);
+    } else {
+      run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values, NoneDropped(), warp - kSumWarps,
+                        lane);
+    }
     __syncthreads();
     return;
   }
@@ -144,7 +178,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
     const bool more = step + 1 < work.steps;
     const bool full = ((step + 1) & (kFlushKeys / kSumKeys - 1)) == 0;
     if (more ? full : many || args.into_digits || flushed) {
-      const int position = exponents.position(bucket, args.precision);
+      const int position = exponents.position(bucket, args.problem.precision);
       sums.template for_each<1>(lane, [&](int r, int d, int64_t low, int64_t high) {
         const int64_t row = work.row_base + warp_m * kBlockRows + r;
         const int dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
@@ -163,7 +197,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
   if (args.into_digits) return;
 
   // ---- output ----
-  const int position = exponents.position(0, args.precision);
+  const int position = exponents.position(0, args.problem.precision);
   sums.template for_each<4>(lane, [&](int r, int d, int64_t low, int64_t high) {
     const int row = warp_m * kBlockRows + r, dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
     if (work.row_base + row < s.rows && dim < s.dims) {

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(8) uint64_t ready[kStages];
   __shared__ unsigned long long den_shared[Tile::kRows];
-  __shared__ int shared_end;
+  __shared__ int shared_keys[2];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, group = threadIdx.x / kWarpgroup;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
     for (int i = 0; i < kStages; ++i) barrier_init(&ready[i], 1);
     barrier_init_fence();
   }
-  const SumsWork<Tile> work(args, &shared_end);  // synchronises
+  const SumsWork<Tile> work(args, shared_keys);  // synchronises
   if (work.row_base >= s.rows) return;
   const Exponents exponents(args.prepared, work.head);
 
@@ -95,11 +95,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
 #pragma unroll 1
   for (int bucket = 0; bucket < exponents.buckets && work.steps > 0; ++bucket) {
     if (threadIdx.x == 0) load_values(0, stage);
-    weights.start(args.distances, work.row16_base, work.key_begin,
-                  args.prepared.value_shift + work.head * s.keys_pad + work.key_begin, lane);
+    weights.start(args, work, lane);
     typename WeightForming<Tile>::Fetched fetched;
     weights.fetch(args.distances, fetched);
-    weights.template form<false>(fetched, shared, bucket, many, lane);
+    weights.template form<false>(fetched, shared, bucket, many, lane, NoneDropped());
     if (work.steps > 1) weights.fetch(args.distances, fetched);
     wgmma_publish();
     __syncthreads();
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
       parity ^= stage == 0;
       if (more) {
         if (threadIdx.x == 0) load_values(step + 1, stage);  // the stage was read two steps ago
-        weights.template form<false>(fetched, shared + ((step + 1) & 1) * Tile::kWeightBytes, bucket, many, lane);
+        weights.template form<false>(fetched, shared + ((step + 1) & 1) * Tile::kWeightBytes, bucket, many, lane, NoneDropped());
         if (step + 2 < work.steps) weights.fetch(args.distances, fetched);
         wgmma_publish();
       }
@@ -123,7 +122,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
       __syncthreads();  // the next weights are written, this step's are read
       const bool full = ((step + 1) & (kFlushKeys / kSumKeys - 1)) == 0;
       if (more ? full : many || args.into_digits || flushed) {
-        const int position = exponents.position(bucket, args.precision);
+        const int position = exponents.position(bucket, args.problem.precision);
         sums.template for_each<1>(lane, [&](int r, int d, int64_t low, int64_t high) {
           const int64_t row = work.row_base + warp % 4 * kBlockRows + r;
           const int dim = work.dim_block * Tile::kDims + group * Tile::kGroupDims + d;
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
   if (args.into_digits) return;
 
   // ---- output ----
-  const int position = exponents.position(0, args.precision);
+  const int position = exponents.position(0, args.problem.precision);
   sums.template for_each<4>(lane, [&](int r, int d, int64_t low, int64_t high) {
     const int row = warp % 4 * kBlockRows + r, dim = work.dim_block * Tile::kDims + group * Tile::kGroupDims + d;
     if (work.row_base + row < s.rows && dim < s.dims) {

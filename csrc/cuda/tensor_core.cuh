@@ -13,15 +13,21 @@ Shape shape_of(const Problem&, Engine);
 // One file each in instances/, so that they build in parallel.
 void launch_scores_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_scores_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+// With score modifiers; the others know none.
+void launch_scores_modified_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_modified_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_scores_wgmma_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_scores_wgmma_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
-void launch_scores_direct_highest(const Context&, const Problem&, const ScoresArgs&, int64_t tiles, bool given);
-void launch_scores_direct_high(const Context&, const Problem&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_direct_highest(const Context&, const ScoresArgs&, int64_t tiles, bool given);
+void launch_scores_direct_high(const Context&, const ScoresArgs&, int64_t tiles, bool given);
 void launch_sums_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_high(const Context&, const SumsArgs&, int64_t tiles);
+// Under dropout; the others keep every weight.
+void launch_sums_dropout_highest(const Context&, const SumsArgs&, int64_t tiles);
+void launch_sums_dropout_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_wgmma_high(const Context&, const SumsArgs&, int64_t tiles);
-void launch_sums_direct_highest(const Context&, const Problem&, const SumsArgs&, int64_t tiles);
-void launch_sums_direct_high(const Context&, const Problem&, const SumsArgs&, int64_t tiles);
+void launch_sums_direct_highest(const Context&, const SumsArgs&, int64_t tiles);
+void launch_sums_direct_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_pairs_highest(const Context&, const PairsArgs&);
 void launch_pairs_high(const Context&, const PairsArgs&);
 void launch_gradient_sums_highest(const Context&, const GradientSumsArgs&);
@@ -35,7 +41,7 @@ void import_rowmax(const Context&, const Shape&, const Prepared&, const double* 
 void finalize_rows(const Context&, const SumsArgs&, int64_t first_row, int64_t count);
 // Section 7: the special counts of attended keys, into the output or (out.data == nullptr) into digit 11 of
 // args.digits; then poisoned rows, and the normal form.
-void patch_specials(const Context&, const Problem&, const SumsArgs&);
+void patch_specials(const Context&, const SumsArgs&);
 void finish_num(const Context&, const SumsArgs&);
 
 }  // namespace det_attn::cuda

@@ -7,6 +7,7 @@ integer arithmetic, and the result is rounded once. docs/contract.md states the 
     det_attn(Q, K, V, causal)                    the fused call
     det_attn_sharded(Q, K, V, kv_splits, causal) the same bytes over shards of the keys
     det_attn_context_parallel(q, k, v, group)    the same bytes over the ranks of torch.distributed
+    det_attn_varlen(q, k, v, cu_seqlens_q, ...)  the same bytes for packed sequences
     rowmax, accumulate, finalize                 the stages, for shards that live apart: combine by max, by +
     grad_reference, grad_accumulate, grad_finalize   the same for gradients: combine by max, by +
     rows                                         the integers that the stages see
@@ -25,6 +26,7 @@ from .sdpa import replace_sdpa, scaled_dot_product_attention
 from .sharding import det_attn_sharded
 from .stages import accumulate, finalize, rowmax, rows
 from .transformers import attention
+from .varlen import det_attn_varlen
 
 # Under these two names transformers looks for an attention that takes its masks of every pair.
 flash_attn_forward, supports_flash_attn = attention, True
@@ -36,6 +38,7 @@ __all__ = [
     "det_attn",
     "det_attn_context_parallel",
     "det_attn_sharded",
+    "det_attn_varlen",
     "finalize",
     "grad_accumulate",
     "grad_finalize",

@@ -94,17 +94,20 @@ def det_attn(
     checks.path_name(path, Q)
     checks.output_dtype(out_dtype)
     checks.flag(return_state, "return_state")
-    dtype = out_dtype
-    if out_dtype is not torch.float32 and torch.is_grad_enabled():
-        if Q.requires_grad or K.requires_grad or V.requires_grad:
-            dtype = torch.float32  # which the gradient is a function of
-    out, rowmax, den = ops.forward.default(
-        Q, K, V, causal, scale, precision, diagonal, 0, kv_len, dtype, *modifiers, path
-    )
-    if dtype is not out_dtype:
-        out = Narrow.apply(out, out_dtype)
+    call = (causal, scale, precision, diagonal, 0, kv_len)
+    out, rowmax, den = fused(Q, K, V, call, modifiers, out_dtype, path)
     if not return_state:
         return out
     weight_unit = 2.0**-31 if precision == "highest" else 2.0**-23
     lse = (rowmax + torch.log(den.to(torch.float64) * weight_unit)).to(torch.float32)
     return out, State(rowmax, den, lse)
+
+
+def fused(Q, K, V, call, modifiers, out_dtype, path):
+    """(out, rowmax, DEN) of checked arguments, with the gradient of the float32 output behind a narrow one."""
+    dtype = out_dtype
+    if out_dtype is not torch.float32 and torch.is_grad_enabled():
+        if Q.requires_grad or K.requires_grad or V.requires_grad:
+            dtype = torch.float32  # which the gradient is a function of
+    out, rowmax, den = ops.forward.default(Q, K, V, *call, dtype, *modifiers, path)
+    return (out if dtype is out_dtype else Narrow.apply(out, out_dtype)), rowmax, den

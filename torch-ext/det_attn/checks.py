@@ -148,7 +148,8 @@ def output_gradient(dO, out, DEN, Q, q_shape):
 def _row_integers(x, name, dtype, device, shape, which, source):
     _tensor(x, name)
     if x.dtype is not dtype:
-        raise TypeError(f"{name}: got dtype {x.dtype}, must be {dtype}" + (f", as {source} returns it" if source else ""))
+        returned = f", as {source} returns it" if source else ""
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be {dtype}{returned}")
     _same_device(x, device, name, "Q")
     if x.shape != shape:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be {which}, {tuple(shape)}")
@@ -240,7 +241,7 @@ def modifiers(
     Q, k_shape, causal, q_offset, kv_offset, attn_bias, window, softcap, alibi_slopes, key_ranges, dropout_p=0.0,
     dropout_seed=0, dropout_head=0, dropout_rows=None, dropout_keys=None,
 ):  # fmt: skip
-    """(diagonal, Modifiers) of a call: query i's own place among the local keys is i + diagonal (contract section 2)."""
+    """(diagonal, Modifiers) of a call: query i's own place among the local keys is i + diagonal (section 10)."""
     q_shape, kv_len = Q.shape, k_shape[2]
     if causal is not True and causal is not False:
         raise TypeError(f"causal: got {_got_type(causal)}, must be a bool")
@@ -267,8 +268,8 @@ def modifiers(
     if q_offset is None:
         if kv_offset != 0 and (causal or reach or counted):
             raise ValueError(
-                f"q_offset: got None with kv_offset={kv_offset} and causal, window, alibi_slopes or dropout_p, must be the "
-                "global index of the first query (the default, Skv - Sq, would need the length of all keys)"
+                f"q_offset: got None with kv_offset={kv_offset} and causal, window, alibi_slopes or dropout_p, must be "
+                "the global index of the first query (the default, Skv - Sq, would need the length of all keys)"
             )
         q_offset = kv_len - q_shape[2]
     diagonal = q_offset - kv_offset if causal or reach else 0
@@ -327,7 +328,7 @@ def dropout_probability(dropout_p):
 def _no_modifier_gradient(x, name):
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{name}: got a tensor that requires grad, but det-attn has gradients of Q, K and V only: pass {name}.detach()"
+            f"{name}: got a tensor that requires grad, but only Q, K and V have gradients: pass {name}.detach()"
         )
 
 
@@ -363,13 +364,38 @@ def _ranges(ranges, Q):
     if ranges.dtype is not torch.int32:
         raise TypeError(f"key_ranges: got dtype {ranges.dtype}, must be int32")
     _same_device(ranges, Q.device, "key_ranges", "Q")
-    shape = ranges.shape
-    if len(shape) != 3 or (shape[0] != 1 and shape[0] != Q.shape[0]) or shape[1] != Q.shape[2] or shape[2] not in (2, 3):
+    shape, (batch, _, length, _) = ranges.shape, Q.shape
+    if len(shape) != 3 or (shape[0] != 1 and shape[0] != batch) or shape[1] != length or shape[2] not in (2, 3):
         raise ValueError(
-            f"key_ranges: got shape {tuple(shape)}, must be [B or 1, Sq, 2 or 3] with B = {Q.shape[0]}, Sq = {Q.shape[2]}"
+            f"key_ranges: got shape {tuple(shape)}, must be [B or 1, Sq, 2 or 3] with B = {batch}, Sq = {length}"
         )
     if not ranges.is_contiguous():
         raise ValueError("key_ranges: got a tensor that is not contiguous: call .contiguous()")
+
+
+def length(x, name):
+    _integer(x, name)
+    if x < 0:
+        raise ValueError(f"{name}: got {x}, must not be negative")
+
+
+def vector(x, name, Q, size):
+    """int32 [size] on Q's device; size None is any."""
+    _tensor(x, name)
+    if x.dtype is not torch.int32:
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be int32")
+    _same_device(x, Q.device, name, "q")
+    if x.dim() != 1 or (size is not None and x.shape[0] != size):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be [{'N + 1' if size is None else size}]")
+
+
+def table(x, Q, sequences):
+    _tensor(x, "block_table")
+    if x.dtype is not torch.int32:
+        raise TypeError(f"block_table: got dtype {x.dtype}, must be int32")
+    _same_device(x, Q.device, "block_table", "q")
+    if x.dim() != 2 or x.shape[0] != sequences:
+        raise ValueError(f"block_table: got shape {tuple(x.shape)}, must be [{sequences}, max_blocks]")
 
 
 def _ids(x, name, Q, shape):
@@ -468,7 +494,7 @@ def layout(x, q_len, kv_len, device):
             raise TypeError(f"layout: got positions of dtype {positions.dtype}, must be int64")
         if positions.shape != (length,):
             raise ValueError(
-                f"layout: got positions of shape {tuple(positions.shape)}, must be one for each row of {rows}, ({length},)"
+                f"layout: got positions of shape {tuple(positions.shape)}, must be one a row of {rows}, ({length},)"
             )
         _same_device(positions, device, "layout", "q")
     return pair

@@ -213,6 +213,5 @@ def agree(teams: Sequence[Team], name: str, error: Optional[Exception], common: 
         rank, why = next((rank, x) for rank, x in enumerate(everyone) if isinstance(x, str))
         raise ValueError(f"{name}: rank {rank} of the group refused its arguments: {why}")
     rank, key = next((r, key) for r, x in enumerate(everyone) for key in x if x[key] != everyone[0][key])
-    raise ValueError(
-        f"{key}: got {everyone[0][key]} on rank 0 and {everyone[rank][key]} on rank {rank} of the group, must be the same"
-    )
+    mine, theirs = everyone[0][key], everyone[rank][key]
+    raise ValueError(f"{key}: got {mine} on rank 0 and {theirs} on rank {rank} of the group, must be the same")

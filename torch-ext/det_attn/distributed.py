@@ -1,4 +1,4 @@
-"""Attention over the ranks of torch.distributed: each holds a slice of the sequence, and gets the single device's bytes.
+"""Attention over the ranks of torch.distributed: each holds a slice of the sequence, and gets one device's bytes.
 
 In: own rows of Q, K and V, and where they lie in the sequence. Out: own rows of the output; by autograd, own rows of
 dQ, dK and dV. Who computes a pair (queries of one rank, keys of another), and what travels for it, is the method's
@@ -103,7 +103,7 @@ def det_attn_context_parallel(
     error, common, own = None, {}, [0] * 6
     try:
         common, own = _checked(call, q, k, v, teams)
-    except (TypeError, ValueError, NotImplementedError) as caught:
+    except Exception as caught:  # whatever it is, the others must learn of it
         error = caught
     headers = agree(teams, "det_attn_context_parallel", error, common, own)
     queries, keys = _slices(call, teams, headers, q.device)
@@ -147,6 +147,9 @@ class _Call(NamedTuple):
 
 def _checked(call: _Call, q: Tensor, k: Tensor, v: Tensor, teams: Sequence[Team]) -> Tuple[dict, List[int]]:
     """What all ranks must have alike, by name, and this rank's own lengths and least and largest positions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name}: got a DTensor, must be own rows as an ordinary tensor: {name}.to_local()")
     q_shape, k_shape = checks.queries_keys(q, k)
     checks.values(v, k)
     for team in teams:
@@ -335,7 +338,8 @@ class _Gather(_Method):
         if self.team.size == 1:  # the fused call
             *call, path = _op_arguments(q, keys, **pair)
             how = (*call[:6], True, True, True, *call[6:], path)
-            return [_disordered(x, order) for x in ops.backward.default(dO, q, keys, values, *state, *how)]
+            dq, *found = ops.backward.default(dO, q, keys, values, *state, *how)
+            return (dq, *(_disordered(x, order) for x in found))
         a, *of_keys = grad_reference(q, keys, values, dO, *state, **pair)
         b, c = map(self.team.maximum_, of_keys)
         dq, *sums = grad_accumulate(q, keys, values, dO, *state, a, b, c, **pair)
@@ -450,7 +454,8 @@ class _Window:
         top = num[..., self.hi : self.hi + 1]
         if self.hi < checks.DIGITS - 2:
             top = top + (num[..., checks.DIGITS - 2 : checks.DIGITS - 1] >> 63) * 2**32
-        return torch.cat((num[..., self.lo : self.hi], top, num[..., checks.DIGITS - 1 :][..., : self.special]), -1).flatten(-2)
+        special = num[..., checks.DIGITS - 1 :][..., : self.special]
+        return torch.cat((num[..., self.lo : self.hi], top, special), -1).flatten(-2)
 
     def grown(self, sums: Tensor, head_dim: int) -> Tensor:
         sums = sums.unflatten(-1, (head_dim, -1))

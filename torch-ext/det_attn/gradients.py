@@ -244,8 +244,9 @@ def grad_finalize(
 
 
 def _call(
-    function, Q, K, V, dO, out, rowmax, DEN, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path, *modifiers
-):
+    function, Q, K, V, dO, out, rowmax, DEN, causal, scale, kv_lo, kv_hi, precision, q_offset, kv_offset, path,
+    *modifiers,
+):  # fmt: skip
     """Checks what both stages take; returns the resolved arguments behind the tensors, and the modifiers."""
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from . import checks
 from .attention import det_attn
-from .checks import MAX_HEAD_DIM
 
 
 def scaled_dot_product_attention(
@@ -96,8 +96,10 @@ def same_width(query, key, value):
 def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision):
     """Inputs shaped as det_attn takes them."""
     if attn_mask is None and not dropout_p:  # most calls: what is not said need not be checked
-        q_offset = 0 if is_causal else None
-        return det_attn(query, key, value, is_causal, scale, precision=precision, q_offset=q_offset, out_dtype=query.dtype)
+        return det_attn(
+            query, key, value, is_causal, scale, precision=precision, q_offset=0 if is_causal else None,
+            out_dtype=query.dtype,
+        )  # fmt: skip
     return det_attn(
         query,
         key,
@@ -123,10 +125,10 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         raise ValueError(f"key: got head_dim {key.shape[-1]}, must be query's, {width}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: got {value.shape[-2]} rows, must be key's, {key.shape[-2]}")
-    if max(width, value_width) > MAX_HEAD_DIM:
-        raise ValueError(f"query, value: got head_dim {width} and {value_width}, allowed is 1 to {MAX_HEAD_DIM}")
+    if max(width, value_width) > checks.MAX_HEAD_DIM:
+        raise ValueError(f"query, value: got head_dim {width} and {value_width}, allowed is 1 to {checks.MAX_HEAD_DIM}")
     if scale is None:
-        scale = 1.0 / math.sqrt(width) if width else None  # of the width as given, not as padded below
+        scale = 1.0 / math.sqrt(max(width, 1))  # of the width as given, not as padded below
 
     # Heads are the last of the leading dimensions. They broadcast like every other, unless they are grouped.
     kept = 3 if enable_gqa and min(query.dim(), key.dim()) > 2 and query.shape[-3] != key.shape[-3] else 2
@@ -156,8 +158,8 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
 # ---- In torch's place -----------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_replacements = []
-_original = functional.scaled_dot_product_attention
+_replacements = []  # of the blocks that are open; the last one counts
+_replaced = functional.scaled_dot_product_attention  # what was there before the first
 
 
 @contextlib.contextmanager
@@ -172,30 +174,34 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
         fallback: False: a call that det-attn does not support raises. True: it warns, once in this block, and runs
             torch's function; the bytes of such a call are torch's.
         precision: "highest" or "high", as in `det_attn`.
-    """
 
-    def replacement(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):  # fmt: skip
+    Raises:
+        TypeError, ValueError: on entering, an argument is not as above; in the block, as scaled_dot_product_attention.
+    """
+    checks.flag(fallback, "fallback")
+    checks.precision_name(precision)
+    warned = []
+
+    def strict(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision
         )
 
-    warned = []
-
     def lenient(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         try:
-            return replacement(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return strict(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except (TypeError, ValueError, NotImplementedError) as error:
             if not warned:
                 warned.append(error)
                 warnings.warn(f"det-attn does not support this call, torch computes it: {error}", stacklevel=2)
-            return _original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )  # fmt: skip
+            how = dict(scale=scale, enable_gqa=enable_gqa)
+            return _replaced(query, key, value, attn_mask, dropout_p, is_causal, **how)
 
-    entry = lenient if fallback else replacement
+    global _replaced
+    entry = lenient if fallback else strict if precision != "highest" else scaled_dot_product_attention
     with _lock:
+        if not _replacements:
+            _replaced = functional.scaled_dot_product_attention
         _replacements.append(entry)
         functional.scaled_dot_product_attention = entry
     try:
@@ -203,4 +209,4 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
     finally:
         with _lock:
             _replacements.remove(entry)
-            functional.scaled_dot_product_attention = _replacements[-1] if _replacements else _original
+            functional.scaled_dot_product_attention = _replacements[-1] if _replacements else _replaced

@@ -4,6 +4,7 @@ In: what `transformers.AttentionInterface` hands to an attention: query [B, Hq, 
 packing of the model. Out: [B, Sq, Hq, D] in the dtype of the input. A mask is data here, never read on the host.
 """
 
+import math
 from typing import Any, Optional, Tuple
 
 import torch
@@ -53,9 +54,9 @@ def attention(
         sliding_window: a query attends this many keys, itself among them, before it (and, if not causal, after it).
         softcap: c of c * tanh(score / c).
         position_bias: float, broadcastable to [B, Hq, Sq, Skv], added to the scores; without a gradient.
-        position_ids: [B or 1, Sq]. Without a mask, a position 0 starts a new sequence of a packed row; where there are
-            more keys than queries (a cache), they say which key is a query's own.
-        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], starts of packed sequences, of a batch of 1 without a mask.
+        position_ids: [B or 1, Sq]; where a causal call without a mask has more keys than queries (a cache), they say
+            which key is a query's own. Packed rows come with a mask, which transformers makes of them.
+        cu_seq_lens_q, cu_seq_lens_k: or with these, [sequences + 1], the starts of the sequences, in a batch of 1.
         s_aux, block_table, output_attentions: attention sinks, paged caches and weights are not supported.
         precision: "highest" or "high", as in `det_attn`: register functools.partial(attention, precision="high").
         ignored: what other models pass along.
@@ -92,19 +93,17 @@ def attention(
         if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
             ranges = _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window)
             is_causal, window = False, (-1, -1)
-        elif attention_mask is None and q_len > 1 and position_ids is not None and position_ids.dim() == 2:
-            if q_len == kv_len:
-                ranges = _restart_ranges(position_ids)
-            elif is_causal:
+        elif attention_mask is None and is_causal and kv_len > q_len:
+            if position_ids is not None and position_ids.dim() == 2:
                 ranges = _cached_ranges(position_ids, kv_len, window)
                 is_causal, window = False, (-1, -1)
-        elif attention_mask is None and is_causal and kv_len > q_len:
-            q_offset = 0  # as transformers' own sdpa: the rest of a static cache lies behind
+            else:
+                q_offset = 0  # as in transformers' own sdpa: what lies behind is the rest of a static cache
 
     if position_bias is not None:
         bias = _with_bias(position_bias[..., : key.shape[2]], bias)
     if scaling is None:
-        scaling = query.shape[-1] ** -0.5  # of the width as given
+        scaling = 1.0 / math.sqrt(query.shape[-1])  # of the width as given
     width = value.shape[-1]
     query, key, value = same_width(query, key, value)
     out = det_attn(
@@ -129,12 +128,6 @@ def attention(
 def _ranges(begin, end):
     """key_ranges [B or 1, Sq, 2]; the kernels clamp them to the keys that are there."""
     return torch.stack((begin, end), dim=-1).to(torch.int32)
-
-
-def _restart_ranges(position_ids):
-    """The sequence of each token of a packed row: all tokens since the last position 0, up to the next."""
-    sequence = (position_ids == 0).cumsum(-1)
-    return _ranges(torch.searchsorted(sequence, sequence), torch.searchsorted(sequence, sequence, right=True))
 
 
 def _cached_ranges(position_ids, kv_len, window):

@@ -10,7 +10,7 @@ template <class Tile, bool GIVEN>
 void launch_scores_wgmma_tile(const Context& ctx, const ScoresArgs& args, int64_t tiles) {
   auto kernel = scores_wgmma_kernel<Tile, GIVEN>;
   allow_shared(kernel, Tile::kSharedBytes);
-  const dim3 grid(grid_of(tiles), static_cast<unsigned>(ceil_div(args.shape.keys_pad, args.slab_keys)));
+  const dim3 grid(grid_of(tiles), static_cast<unsigned>(ceil_div(args.shape.span, args.slab_keys)));
   kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream_of(ctx)>>>(args);
   check_launch("scores_wgmma_kernel");
 }

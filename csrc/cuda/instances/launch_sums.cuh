@@ -6,9 +6,9 @@
 
 namespace det_attn::cuda {
 
-template <class Tile>
+template <class Tile, bool DROPOUT>
 void launch_sums_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
-  auto kernel = sums_kernel<Tile>;
+  auto kernel = sums_kernel<Tile, DROPOUT>;
   allow_shared(kernel, Tile::kSharedBytes);
   args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;
   const dim3 grid(grid_of(tiles * (kRowPad / Tile::kRows) * args.dim_blocks), static_cast<unsigned>(args.splits));
@@ -16,12 +16,12 @@ void launch_sums_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
   check_launch("sums_kernel");
 }
 
-template <int PLANES>
+template <int PLANES, bool DROPOUT>
 void launch_sums_planes(const Context& ctx, const SumsArgs& args, int64_t tiles) {
   if (args.shape.value_dims_pad % 128 == 0) {
-    launch_sums_tile<SumsTile<PLANES, 128>>(ctx, args, tiles);
+    launch_sums_tile<SumsTile<PLANES, 128>, DROPOUT>(ctx, args, tiles);
   } else {
-    launch_sums_tile<SumsTile<PLANES, 64>>(ctx, args, tiles);
+    launch_sums_tile<SumsTile<PLANES, 64>, DROPOUT>(ctx, args, tiles);
   }
 }
 

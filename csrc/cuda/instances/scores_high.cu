@@ -4,7 +4,7 @@
 namespace det_attn::cuda {
 
 void launch_scores_high(const Context& ctx, const ScoresArgs& args, int64_t tiles, bool given) {
-  launch_scores_planes<2>(ctx, args, tiles, given);
+  launch_scores_planes<2, false>(ctx, args, tiles, given);
 }
 
 }  // namespace det_attn::cuda

@@ -4,7 +4,7 @@
 namespace det_attn::cuda {
 
 void launch_sums_high(const Context& ctx, const SumsArgs& args, int64_t tiles) {
-  launch_sums_planes<2>(ctx, args, tiles);
+  launch_sums_planes<2, false>(ctx, args, tiles);
 }
 
 }  // namespace det_attn::cuda

@@ -4,7 +4,7 @@
 namespace det_attn::cuda {
 
 void launch_sums_highest(const Context& ctx, const SumsArgs& args, int64_t tiles) {
-  launch_sums_planes<3>(ctx, args, tiles);
+  launch_sums_planes<3, false>(ctx, args, tiles);
 }
 
 }  // namespace det_attn::cuda

@@ -1,0 +1,10 @@
+// The sums kernel on mma.sync under dropout, for `highest`: 3 byte planes an operand.
+#include "launch_sums.cuh"
+
+namespace det_attn::cuda {
+
+void launch_sums_dropout_highest(const Context& ctx, const SumsArgs& args, int64_t tiles) {
+  launch_sums_planes<3, true>(ctx, args, tiles);
+}
+
+}  // namespace det_attn::cuda

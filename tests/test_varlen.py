@@ -1,0 +1,192 @@
+"""Promise: packed sequences, and keys in pages, give the bytes of each sequence alone, forward and backward.
+
+In: sequences of uneven lengths, empty ones included. Out: equality with one det_attn call for each.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import generators
+from conftest import assert_same_bits
+from helpers import has_backward, tensor
+
+LENGTHS = [(5, 9), (0, 4), (40, 40), (1, 130), (7, 0), (33, 20)]
+HEADS = (4, 2)
+D = 24
+
+
+def packed(lengths=LENGTHS, device="cpu", dtype=torch.float32):
+    """q, k, v, dO, cu_seqlens_q, cu_seqlens_k."""
+    totals = [sum(x) for x in zip(*lengths)]
+    shapes = ((totals[0], HEADS[0], D), (totals[1], HEADS[1], D), (totals[1], HEADS[1], D), (totals[0], HEADS[0], D))
+    tensors = [tensor(generators.normal(5, n, s)).to(device, dtype) for n, s in enumerate(shapes)]
+    cu = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device) for x in zip(*lengths)]
+    return (*tensors, *cu)
+
+
+def alone(call, lengths, q, k, v, dO=None):
+    """out, and dQ, dK, dV for dO, of one call(Q, K, V, number) a sequence, packed again."""
+    found, start_q, start_k = [], 0, 0
+    for number, (n_q, n_k) in enumerate(lengths):
+        where = ((q, start_q, n_q), (k, start_k, n_k), (v, start_k, n_k))
+        parts = [x[start : start + n].transpose(0, 1)[None] for x, start, n in where]
+        leaves = [x.detach().clone().requires_grad_(dO is not None) for x in parts]
+        out = call(*leaves, number)
+        if dO is not None:
+            out.backward(dO[start_q : start_q + n_q].transpose(0, 1)[None].to(out.dtype))
+        results = [out.detach()] + ([x.grad for x in leaves] if dO is not None else [])
+        found.append([x[0].transpose(0, 1) for x in results])
+        start_q, start_k = start_q + n_q, start_k + n_k
+    return [torch.cat(x) for x in zip(*found)]
+
+
+CASES = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(6, 2)),
+    "window, causal": dict(window=(6, -1), causal=True, precision="high"),
+    "softcap": dict(softcap=1.5, scale=0.7),
+    "alibi": dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]), causal=True),
+    "narrow": dict(out_dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_sequences_give_the_bytes_of_each_alone(kernel, device, case):
+    q, k, v, dO, cu_q, cu_k = packed(device=device)
+    how = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in CASES[case].items()}
+    gradients = has_backward(kernel, device)
+    expected = alone(lambda *x: kernel.det_attn(*x[:3], **how), LENGTHS, q, k, v, dO if gradients else None)
+    leaves = [x.clone().requires_grad_(gradients) for x in (q, k, v)]
+    out = kernel.det_attn_varlen(*leaves, cu_q, cu_k, 40, 130, **how)
+    assert_same_bits(out.detach(), expected[0], "out")
+    if gradients:
+        out.backward(dO.to(out.dtype))
+        for name, x, y in zip(("dq", "dk", "dv"), leaves, expected[1:]):
+            assert_same_bits(x.grad, y, name)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_is_that_of_sequence_n_as_batch_n(kernel, device, causal):
+    q, k, v, _, cu_q, cu_k = packed(device=device)
+    drop = dict(dropout_p=0.4, dropout_seed=2**50 + 3)
+
+    def one(Q, K, V, number):
+        n_q, n_k = Q.shape[2], K.shape[2]
+        rows = ((number << 32) + (torch.arange(n_q, device=device) + n_k - n_q & 0xFFFFFFFF))[None].contiguous()
+        rowmax = kernel.rowmax(Q, K, causal)
+        sums = kernel.accumulate(Q, K, V, rowmax, causal, dropout_rows=rows, **drop)
+        return kernel.finalize(*sums, dropout_p=0.4)
+
+    expected = alone(one, LENGTHS, q, k, v)
+    found = kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, causal, **drop)
+    assert_same_bits(found, expected[0])
+    assert not torch.equal(found, kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, causal))
+
+
+def test_a_sequence_cannot_reach_its_neighbours(kernel, device):
+    q, k, v, _, cu_q, cu_k = packed(device=device)
+    expected = kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130)
+    k[13:53], v[13:53] = math.nan, math.inf  # sequence 2
+    found = kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130)
+    assert found[5:45].isnan().all()
+    for rows in (slice(0, 5), slice(45, None)):
+        assert_same_bits(found[rows], expected[rows])
+
+
+def test_seqused_k_shortens_sequences_and_rows_behind_them_are_zero(kernel, device):
+    q, k, v, _, cu_q, cu_k = packed(device=device)
+    used = [max(0, n - 3) for _, n in LENGTHS]
+    extra = torch.ones(3, *q.shape[1:], device=device)
+
+    def one(Q, K, V, number):
+        return kernel.det_attn(Q, K[:, :, : used[number]], V[:, :, : used[number]], True)
+
+    expected = alone(one, LENGTHS, q, k, v)
+    seqused = torch.tensor(used, dtype=torch.int32, device=device)
+    found = kernel.det_attn_varlen(torch.cat([q, extra]), k, v, cu_q, cu_k, 40, 130, True, seqused_k=seqused)
+    assert_same_bits(found[:-3], expected[0])
+    assert (found[-3:] == 0).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pages_give_the_bytes_of_the_packed_call(kernel, device, causal, page_size):
+    q, k, v, _, cu_q, cu_k = packed(device=device)
+    blocks = [-(-n // page_size) for _, n in LENGTHS]
+    order = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(1)).tolist()
+    caches = [torch.full((len(order), page_size, HEADS[1], D), math.nan, device=device) for _ in "kv"]
+    table = torch.full((len(LENGTHS), max(blocks) + 1), -1, dtype=torch.int32)
+    start = 0
+    for n, (_, length) in enumerate(LENGTHS):
+        for block in range(blocks[n]):
+            table[n, block] = order.pop()
+            rows = slice(start + block * page_size, min(start + (block + 1) * page_size, start + length))
+            for cache, x in zip(caches, (k, v)):
+                cache[table[n, block], : rows.stop - rows.start] = x[rows]
+        start += length
+    how = dict(causal=causal, window=(50, -1), dropout_p=0.3, dropout_seed=4)
+    expected = kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, **how)
+    paged = dict(block_table=table.to(device), **how)
+    assert_same_bits(kernel.det_attn_varlen(q, *caches, cu_q, cu_k, 40, 130, **paged), expected)
+    ends = torch.full_like(cu_k, 10**6)  # lengths by seqused_k alone
+    assert_same_bits(
+        kernel.det_attn_varlen(q, *caches, cu_q, ends, 40, 130, seqused_k=cu_k.diff(), **paged), expected
+    )
+    with pytest.raises(NotImplementedError, match="^k: got a tensor that requires grad"):
+        kernel.det_attn_varlen(q, caches[0].requires_grad_(), caches[1], cu_q, cu_k, 40, 130, **paged)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_packed_calls_give_the_same_bytes(kernel, device, dynamic):
+    q, k, v, _, cu_q, cu_k = packed(device=device)
+
+    def call(q, k, v, cu_q, cu_k):
+        return kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, True, window=(20, 0), dropout_p=0.2) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    assert_same_bits(compiled(q, k, v, cu_q, cu_k), call(q, k, v, cu_q, cu_k))
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(kernel):
+    q, k, v, _, cu_q, cu_k = packed(device="cuda")
+    kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, dropout_p=0.1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, True, window=(9, 0), dropout_p=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+REFUSED = [
+    ("q", lambda x: x[None], ValueError, r"q: got shape .*, must be 3-D"),
+    ("k", lambda x: x[:, :, 1:], ValueError, "K: got shape"),
+    ("v", lambda x: x.double(), TypeError, "V: got dtype torch.float64"),
+    ("cu_seqlens_q", lambda x: x.long(), TypeError, "cu_seqlens_q: got dtype torch.int64, must be int32"),
+    ("cu_seqlens_q", lambda x: x[:1], ValueError, r"cu_seqlens_q: got shape \(1,\)"),
+    ("cu_seqlens_k", lambda x: x[1:], ValueError, r"cu_seqlens_k: got shape \(6,\), must be \[7\]"),
+    ("cu_seqlens_k", lambda x: x.tolist(), TypeError, "cu_seqlens_k: got list"),
+    ("max_seqlen_q", lambda x: 1.5, TypeError, "max_seqlen_q: got float"),
+    ("max_seqlen_k", lambda x: -1, ValueError, "max_seqlen_k: got -1"),
+    ("seqused_k", lambda x: torch.zeros(7, dtype=torch.int32), ValueError, r"seqused_k: got shape \(7,\)"),
+    ("block_table", lambda x: torch.zeros(6, dtype=torch.int32), ValueError, r"block_table: got shape \(6,\)"),
+    ("block_table", lambda x: torch.zeros(6, 2), TypeError, "block_table: got dtype torch.float32"),
+    ("alibi_slopes", lambda x: torch.zeros(6, 4), ValueError, r"alibi_slopes: got shape \(6, 4\), must be \[Hq\]"),
+    ("window", lambda x: 3, TypeError, "window: got int"),
+    ("dropout_p", lambda x: 2.0, ValueError, "dropout_p: got 2.0"),
+    ("precision", lambda x: "low", ValueError, "precision: got 'low'"),
+]
+
+
+@pytest.mark.parametrize("name, change, error, message", REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)])
+def test_bad_arguments_are_refused(kernel, name, change, error, message):
+    q, k, v, _, cu_q, cu_k = packed()
+    given = dict(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=40, max_seqlen_k=130)
+    given[name] = change(given.get(name))
+    with pytest.raises(error, match="^" + message):
+        kernel.det_attn_varlen(**given)

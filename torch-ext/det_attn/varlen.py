@@ -1,0 +1,137 @@
+"""Packed sequences of different lengths in one call, and keys in pages (contract sections 1-7, 10, 11).
+
+In: q [total_q, Hq, D], k and v [total_k, Hkv, D], one sequence behind the other, as FlashAttention packs them; or k and
+v in pages. Out: [total_q, Hq, D], the bytes of each sequence alone. The sequences are one batch of one whose key_ranges
+say which keys and which place each query has; they are made on the device, without waiting for it.
+"""
+
+from typing import Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .attention import fused
+
+
+def det_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    scale: Optional[float] = None,
+    *,
+    window: Sequence[int] = checks.EVERYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    precision: str = "highest",
+    out_dtype: torch.dtype = torch.float32,
+    block_table: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    path: str = "auto",
+) -> Tensor:
+    """`det_attn` of N packed sequences: byte for byte what each gives alone.
+
+    Args:
+        q: [total_q, Hq, D]; k, v: [total_k, Hkv, D]; dtypes and heads as for `det_attn`, last dimension dense.
+        cu_seqlens_q, cu_seqlens_k: int32 [N + 1] on q's device, 0 first, never falling: sequence n is rows
+            cu_seqlens[n] to cu_seqlens[n + 1]. Sequences may be empty. Their values are not checked: that would mean
+            waiting for the device. Rows of q behind the last sequence give 0.
+        max_seqlen_q, max_seqlen_k: ints, as FlashAttention takes them; nothing depends on them.
+        causal: in each sequence the last query sees the last key, as `det_attn` has it by default.
+        window, softcap, scale, precision, out_dtype, path: those of `det_attn`, in each sequence.
+        alibi_slopes: float32 [Hq], one slope a head for all sequences; distances are those within a sequence.
+        dropout_p, dropout_seed: those of `det_attn`, where sequence n is batch n.
+        block_table: int32 [N, max_blocks]: k and v are pages [num_blocks, page_size, Hkv, D], and those of sequence n
+            are block_table[n], in order. The pages are copied together first. Forward only. Entries of pages that lie
+            behind the sequence's length may be anything.
+        seqused_k: int32 [N]: how many keys of each sequence count, instead of all that cu_seqlens_k gives it.
+
+    Returns:
+        out_dtype [total_q, Hq, D].
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
+        NotImplementedError: an input requires grad beside a block_table and grad mode is on.
+    """
+    sequences = _lengths(cu_seqlens_q, "cu_seqlens_q", q, None) - 1
+    _lengths(cu_seqlens_k, "cu_seqlens_k", q, sequences + 1)
+    if seqused_k is not None:
+        _lengths(seqused_k, "seqused_k", q, sequences)
+    checks.length(max_seqlen_q, "max_seqlen_q")
+    checks.length(max_seqlen_k, "max_seqlen_k")
+    starts = cu_seqlens_k[:-1]
+    if block_table is not None:
+        checks.no_gradient("det_attn_varlen with a block_table", q=q, k=k, v=v)
+        checks.table(block_table, q, sequences)
+        k, v = _gathered(k, "k", block_table), _gathered(v, "v", block_table)
+        starts = torch.arange(sequences, device=q.device) * (k.shape[0] // sequences)
+    Q, K, V = _heads_first(q, "q"), _heads_first(k, "k"), _heads_first(v, "v")
+    q_shape, k_shape = checks.queries_keys(Q, K)
+    checks.values(V, K)
+    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
+        raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}, must be [Hq]: one for all sequences")
+
+    lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    of_query, query = _positions(cu_seqlens_q, q_shape[2])
+    position = query + (lengths - cu_seqlens_q.diff())[of_query]  # among the keys of the sequence
+    begin = starts[of_query]
+    end = torch.where(query >= 0, begin + lengths[of_query], begin)
+    key_ranges = torch.stack([begin, end, begin + position], 1).to(torch.int32)[None]
+    rows, keys = None, None
+    if checks.dropout_probability(dropout_p) > 0:
+        rows = ((of_query << 32) + (position & 0xFFFFFFFF))[None]
+        keys = _key_positions(starts, k_shape[2])
+    diagonal, modifiers = checks.modifiers(
+        Q, k_shape, causal, 0, 0, None, window, softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed, 0, rows,
+        keys,
+    )  # fmt: skip
+    scale = checks.softmax_scale(scale, q_shape[3])
+    checks.precision_name(precision)
+    checks.path_name(path, Q)
+    checks.output_dtype(out_dtype)
+    call = (causal, scale, precision, diagonal, 0, k_shape[2])
+    return fused(Q, K, V, call, modifiers, out_dtype, path)[0][0].transpose(0, 1)
+
+
+def _lengths(x, name, q, size):
+    checks.vector(x, name, q, size)
+    if size is None and x.shape[0] < 2:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be [N + 1] of at least one sequence")
+    return x.shape[0]
+
+
+def _heads_first(x, name):
+    """[total, H, D] as a view [1, H, total, D]."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, must be a torch.Tensor")
+    if x.dim() != 3:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be 3-D [total, heads, head_dim]")
+    return x.transpose(0, 1)[None]
+
+
+def _positions(cu_seqlens, total):
+    """The sequence of each of `total` rows and its place there, int64; -1 for rows behind the last sequence."""
+    rows = torch.arange(total, device=cu_seqlens.device)
+    of = (torch.searchsorted(cu_seqlens.to(torch.int64), rows, right=True) - 1).clamp(0, cu_seqlens.shape[0] - 2)
+    return of, torch.where(rows < cu_seqlens[-1], rows - cu_seqlens[of], -1)
+
+
+def _key_positions(starts, total):
+    """The place of each of `total` keys in its sequence, int64."""
+    rows = torch.arange(total, device=starts.device)
+    of = (torch.searchsorted(starts.to(torch.int64), rows, right=True) - 1).clamp(min=0)
+    return rows - starts[of]
+
+
+def _gathered(pages, name, block_table):
+    """[num_blocks, page_size, Hkv, D] -> [N * max_blocks * page_size, Hkv, D], the pages of each sequence in order."""
+    checks.matrix(pages, name)
+    blocks = block_table.flatten().clamp(0, max(pages.shape[0] - 1, 0))
+    return pages.index_select(0, blocks).flatten(0, 1)
