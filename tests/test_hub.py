@@ -250,6 +250,8 @@ def test_a_real_model_and_a_layer_take_it_from_branch_v1(hub, tmp_path):
 
     if not is_kernels_available():
         pytest.skip("this transformers takes no kernels of the installed version of `kernels`")
+    how = f'attn_implementation="{REPO_ID}:attention", allow_all_kernels=True)'
+    assert how in MODEL and how in (ROOT / "README.md").read_text()
     near, path, finite = run(hub, tmp_path, sys.executable, "-c", MODEL, ROOT / "examples").split()[-3:]
     assert (near, finite) == ("True", "True")
     assert tmp_path in Path(path).parents

@@ -151,25 +151,58 @@ __device__ __forceinline__ bool is_ordinary_block(const PairWarp& warp, const in
   return warp.ordinary && __all_sync(kFullWarp, is_ordinary(keys[lane].x) && is_ordinary(keys[lane].y));
 }
 
-// ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large enough.
-// dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
-template <int PLANES, class Acc>
-__device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const LaneKeys& columns,
-                                            int lane, const float (&p)[4][4], float (&ds)[4][4]) {
-  constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
-  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
-  const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};
-  const float delta[2] = {row0.delta, row1.delta};
+// dP for any exponents. Out of line, as careful_distances().
+struct BlockGradients {
+  float gradient[4][4];
+};
+static __device__ __noinline__ BlockGradients careful_gradients(const Dots dots, int eo0, int eo1, const int2* keys,
+                                                                int lane) {
+  BlockGradients out;
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float dot = __ll2float_rn(dot_of<PLANES, false>(acc, n, i));
-      const int unit = exponent[i >> 1] + columns.value[n][i & 1] - kFraction;
-      // The unit as a float32: one rounding of the exact product, as in float64.
-      const float gradient = ordinary ? mul_f32(dot, power_of_two(unit)) : score_gradient_of(dot, pow2(unit));
-      ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], gradient, delta[i >> 1]);
+      const int ev = keys[n * 8 + (lane % 4) * 2 + (i & 1)].y;
+      const double unit = pow2((i >> 1 ? eo1 : eo0) + ev - 2 * (kHighest.operand_bits - 1));
+      out.gradient[n][i] = score_gradient_of(__ll2float_rn(dots.dot[n][i]), unit);
     }
+  return out;
+}
+
+// ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large enough.
+// dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
+template <int PLANES, class Acc>
+__device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const int2* keys,
+                                            const LaneKeys& columns, int lane, const float (&p)[4][4], float (&ds)[4][4]) {
+  constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
+  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
+  const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};
+  const float delta[2] = {row0.delta, row1.delta};
+  if (ordinary) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // The unit as a float32: one rounding of the exact product, as in float64.
+        const float unit = power_of_two(exponent[i >> 1] + columns.value[n][i & 1] - kFraction);
+        ds[n][i] = mul_f32(__ll2float_rn(dot_of<PLANES, false>(acc, n, i)), unit);
+      }
+  } else {
+    Dots dots;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, false>(acc, n, i);
+    const BlockGradients found = careful_gradients(dots, exponent[0], exponent[1], keys, lane);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds[n][i] = found.gradient[n][i];
+  }
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], ds[n][i], delta[i >> 1]);
 }
 
 // ---- references ----

@@ -11,8 +11,9 @@
 namespace det_attn::cuda {
 
 // ROWS x KEYS pairs by warps of 32 x 32; STAGES steps in flight. RESIDENT: the planes of the rows stay; otherwise each
-// step brings those it needs, too.
-template <int PLANES, int ROWS, int KEYS, int STAGES, bool RESIDENT>
+// step brings those it needs, too. WAITS: p waits in shared memory for the second product, whose accumulators leave few
+// registers.
+template <int PLANES, int ROWS, int KEYS, int STAGES, bool RESIDENT, bool WAITS>
 struct PairsTile {
   static constexpr int kPlanes = PLANES, kRows = ROWS, kKeys = KEYS, kStages = STAGES;
   static constexpr bool kResident = RESIDENT;
@@ -21,10 +22,14 @@ struct PairsTile {
   static constexpr int kRowBytes = PLANES * ROWS, kKeyBytes = PLANES * KEYS;  // of one side, times dims_pad
   static constexpr int kStageBytes = kKeyBytes + (RESIDENT ? 0 : kRowBytes);
   static constexpr int kPlaneBytes = STAGES * kStageBytes + (RESIDENT ? 2 * kRowBytes : 0);  // times dims_pad
-  // `wide`: beside the planes, p waits in shared memory for the second product, whose accumulators leave no room.
-  static int shared_bytes(int dims_pad, bool wide) {
-    return kPlaneBytes * dims_pad + (wide ? ROWS * KEYS * 4 : 0);
-  }
+  static constexpr bool kWaits = WAITS;
+  static int shared_bytes(int dims_pad) { return kPlaneBytes * dims_pad + (WAITS ? ROWS * KEYS * 4 : 0); }
+  // Parts from sm_90 on have the shared memory for p to wait in, and may lack the registers otherwise.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr bool kCompiled = WAITS || PLANES == 2;
+#else
+  static constexpr bool kCompiled = true;
+#endif
 };
 
 // Wide rows keep the two lowest digit positions apart; see Groups. Once they are summed, what lies above 2^16 goes to mid
@@ -47,7 +52,7 @@ __device__ __forceinline__ void join_lowest(int32_t (&acc)[GROUPS][2][4][4]) {
 }
 
 template <class Tile, bool WIDE>
-__global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_constant__ PairsArgs args) {
+__device__ __forceinline__ void run_pairs(const PairsArgs& args) {
   using namespace scores_mma;
   constexpr int kPlanes = Tile::kPlanes, kRows = Tile::kRows, kKeys = Tile::kKeys, kStages = Tile::kStages;
   constexpr int kGroups = Groups<kPlanes, WIDE>::kCount;
@@ -142,7 +147,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
       for (int m = 0; m < 2; ++m) {
         block_probabilities<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows + 16 * m,
                                      keys, key_base, lane, p[m]);
-        if constexpr (WIDE) {
+        if constexpr (Tile::kWaits) {
 #pragma unroll
           for (int n = 0; n < 4; ++n)
             waiting[(4 * m + n) * Tile::kThreads] = make_float4(p[m][n][0], p[m][n][1], p[m][n][2], p[m][n][3]);
@@ -152,23 +157,23 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
     int32_t acc[kGroups][2][4][4] = {};
     multiply(2 * t + 1, acc);
     const bool ordinary = is_ordinary_block(warp_rows, keys, lane);
-    const LaneKeys columns(keys, lane);
     const int64_t block = args.pairs.block(args.strip, work.head, warp_row, key_base);
     const int64_t first_key = work.head * references.key_stride + key_base;
     PairMaxima maxima;
     maxima.clear();
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      if constexpr (WIDE) {
+      if constexpr (Tile::kWaits) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float4 x = waiting[(4 * m + n) * Tile::kThreads];
           p[m][n][0] = x.x, p[m][n][1] = x.y, p[m][n][2] = x.z, p[m][n][3] = x.w;
         }
       }
+      const LaneKeys columns(keys, lane);
       float ds[4][4];
-      block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, columns, lane,
-                           p[m], ds);
+      block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, keys, columns,
+                           lane, p[m], ds);
       if (args.pairs.p != nullptr) {
         keep_block(args.pairs.p + block, m, lane, p[m]);
         keep_block(args.pairs.ds + block, m, lane, ds);
@@ -195,6 +200,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
       const int64_t row = warp_row + m * 16 + h * 8 + lane / 4;
       PairMaxima::publish_row(references.a + work.head * s.rows + row, row_max[m][h], row < s.rows, lane);
     }
+}
+
+template <class Tile, bool WIDE>
+__global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_constant__ PairsArgs args) {
+  if constexpr (Tile::kCompiled) run_pairs<Tile, WIDE>(args);
 }
 
 }  // namespace det_attn::cuda
