@@ -23,7 +23,8 @@ struct PairsShared {
 };
 
 // Out of line: calls without modifiers do not come here.
-static __device__ __noinline__ ModifiedPair modify(const Problem& p, int64_t head, int64_t row, int64_t key, int64_t s) {
+static __device__ __noinline__ ModifiedPair modify_pair(const Problem& p, int64_t head, int64_t row, int64_t key,
+                                                        int64_t s) {
   return modified_pair(p, head, row, key, s);
 }
 // What a pair's p and dP are multiplied by.
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                  score_shift(row.query_exponent, exponents[c].x, precision.operand_bits));
         int64_t distance = row.maximum - score;
         if constexpr (MODIFIED) {
-          const ModifiedPair pair = modify(args.problem, head, row0 + kThreadRows * ty + a, key, score);
+          const ModifiedPair pair = modify_pair(args.problem, head, row0 + kThreadRows * ty + a, key, score);
           distance = modified_distance(row.maximum, pair.score), slope[c][a] = pair.slope;
         }
         p[c][a] = pair_probability(row, distance, precision);

@@ -1,5 +1,5 @@
-// Single pairs under modifiers (docs/contract.md sections 10 and 11), as the tensor-core kernels and every kernel of the
-// backward pass see them: rows of a head stacked as Shape says, keys from kv_lo on.
+// Single pairs under modifiers (docs/contract.md sections 10 and 11) as the tensor-core kernels and every kernel of the
+// backward pass see them: rows of a head are stacked as Shape says, keys count from kv_lo on.
 #pragma once
 
 #include "planes.cuh"
@@ -24,7 +24,7 @@ __device__ inline int64_t modified_distance(int64_t maximum, int64_t score) {
   return score == kScoreMasked || score == kScorePoisoned ? kZeroWeightDistance : maximum - score;
 }
 
-// Only under dropout: which of the keys `key` and key + 1 a row drops, a bit each. They share their random words mostly.
+// Only under dropout: which of the keys `key` and key + 1 a row drops, a bit each. Mostly they share random words.
 __device__ inline unsigned dropped_neighbours(const Problem& p, const Shape& s, int64_t head, int64_t row, int key) {
   unsigned out = 0;
   int64_t have = -1;

@@ -3,6 +3,8 @@
 // slab of keys: a step brings the planes of K for a key tile, the next one those of V.
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
@@ -12,8 +14,8 @@ namespace det_attn::cuda {
 
 // ROWS x KEYS pairs by warps of 32 x 32; STAGES steps in flight. RESIDENT: the planes of the rows stay; otherwise each
 // step brings those it needs, too. WAITS: p waits in shared memory for the second product, whose accumulators leave few
-// registers.
-template <int PLANES, int ROWS, int KEYS, int STAGES, bool RESIDENT, bool WAITS>
+// registers. MODIFIED: the softcap's slopes wait beside it.
+template <int PLANES, int ROWS, int KEYS, int STAGES, bool RESIDENT, bool WAITS, bool MODIFIED = false>
 struct PairsTile {
   static constexpr int kPlanes = PLANES, kRows = ROWS, kKeys = KEYS, kStages = STAGES;
   static constexpr bool kResident = RESIDENT;
@@ -22,8 +24,9 @@ struct PairsTile {
   static constexpr int kRowBytes = PLANES * ROWS, kKeyBytes = PLANES * KEYS;  // of one side, times dims_pad
   static constexpr int kStageBytes = kKeyBytes + (RESIDENT ? 0 : kRowBytes);
   static constexpr int kPlaneBytes = STAGES * kStageBytes + (RESIDENT ? 2 * kRowBytes : 0);  // times dims_pad
-  static constexpr bool kWaits = WAITS;
-  static int shared_bytes(int dims_pad) { return kPlaneBytes * dims_pad + (WAITS ? ROWS * KEYS * 4 : 0); }
+  static constexpr bool kWaits = WAITS, kModified = MODIFIED;
+  static_assert(WAITS || !MODIFIED, "slopes wait beside p");
+  static int shared_bytes(int dims_pad) { return kPlaneBytes * dims_pad + (WAITS + MODIFIED) * ROWS * KEYS * 4; }
   // Parts from sm_90 on have the shared memory for p to wait in, and may lack the registers otherwise.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   static constexpr bool kCompiled = WAITS || PLANES == 2;
@@ -56,6 +59,7 @@ __device__ __forceinline__ void run_pairs(const PairsArgs& args) {
   using namespace scores_mma;
   constexpr int kPlanes = Tile::kPlanes, kRows = Tile::kRows, kKeys = Tile::kKeys, kStages = Tile::kStages;
   constexpr int kGroups = Groups<kPlanes, WIDE>::kCount;
+  using Change = std::conditional_t<Tile::kModified, ChangedBlock, PlainBlock>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) RowState row_states[kRows];
   __shared__ __align__(16) int2 key_exponents[2][kKeys];
@@ -145,12 +149,19 @@ __device__ __forceinline__ void run_pairs(const PairsArgs& args) {
       if (t == 0) warp_rows = pair_warp<kPairBlock>(rows, lane);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
+        Change change(args, work.head, warp_row + 16 * m, key_base);
         block_probabilities<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows + 16 * m,
-                                     keys, key_base, lane, p[m]);
+                                     keys, key_base, lane, p[m], change);
         if constexpr (Tile::kWaits) {
 #pragma unroll
           for (int n = 0; n < 4; ++n)
             waiting[(4 * m + n) * Tile::kThreads] = make_float4(p[m][n][0], p[m][n][1], p[m][n][2], p[m][n][3]);
+        }
+        if constexpr (Tile::kModified) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+            waiting[(8 + 4 * m + n) * Tile::kThreads] =
+                make_float4(change.slope[n][0], change.slope[n][1], change.slope[n][2], change.slope[n][3]);
         }
       }
     }
@@ -170,10 +181,25 @@ __device__ __forceinline__ void run_pairs(const PairsArgs& args) {
           p[m][n][0] = x.x, p[m][n][1] = x.y, p[m][n][2] = x.z, p[m][n][3] = x.w;
         }
       }
+      Change change(args, work.head, warp_row + 16 * m, key_base);
+      if constexpr (Tile::kModified) {
+        change.drop(lane);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float4 x = waiting[(8 + 4 * m + n) * Tile::kThreads];
+          change.slope[n][0] = x.x, change.slope[n][1] = x.y, change.slope[n][2] = x.z, change.slope[n][3] = x.w;
+        }
+      }
       const LaneKeys columns(keys, lane);
       float ds[4][4];
       block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, keys, columns,
-                           lane, p[m], ds);
+                           lane, p[m], ds, change);
+      if constexpr (Tile::kModified) {  // from here on p is what meets dO
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[m][n][i] = change.probability(n, i, p[m][n][i]);
+      }
       if (args.pairs.p != nullptr) {
         keep_block(args.pairs.p + block, m, lane, p[m]);
         keep_block(args.pairs.ds + block, m, lane, ds);

@@ -3,6 +3,6 @@
 
 namespace det_attn::cuda {
 
-void launch_pairs_high(const Context& ctx, const PairsArgs& args) { launch_pairs_planes<2, false>(ctx, args); }
+void launch_pairs_high(const Context& ctx, const PairsArgs& args) { launch_pairs_planes<2>(ctx, args); }
 
 }  // namespace det_attn::cuda

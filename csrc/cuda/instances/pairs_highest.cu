@@ -3,6 +3,6 @@
 
 namespace det_attn::cuda {
 
-void launch_pairs_highest(const Context& ctx, const PairsArgs& args) { launch_pairs_planes<3, false>(ctx, args); }
+void launch_pairs_highest(const Context& ctx, const PairsArgs& args) { launch_pairs_planes<3>(ctx, args); }
 
 }  // namespace det_attn::cuda

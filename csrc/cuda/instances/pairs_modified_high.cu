@@ -3,6 +3,6 @@
 
 namespace det_attn::cuda {
 
-void launch_pairs_modified_high(const Context& ctx, const PairsArgs& args) { launch_pairs_planes<2, true>(ctx, args); }
+void launch_pairs_modified_high(const Context& ctx, const PairsArgs& args) { launch_pairs_modified<2>(ctx, args); }
 
 }  // namespace det_attn::cuda

@@ -3,6 +3,6 @@
 
 namespace det_attn::cuda {
 
-void launch_pairs_modified_highest(const Context& ctx, const PairsArgs& args) { launch_pairs_planes<3, true>(ctx, args); }
+void launch_pairs_modified_highest(const Context& ctx, const PairsArgs& args) { launch_pairs_modified<3>(ctx, args); }
 
 }  // namespace det_attn::cuda
