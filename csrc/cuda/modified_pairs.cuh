@@ -24,17 +24,22 @@ __device__ inline int64_t modified_distance(int64_t maximum, int64_t score) {
   return score == kScoreMasked || score == kScorePoisoned ? kZeroWeightDistance : maximum - score;
 }
 
-// Only under dropout: which of the keys `key` and key + 1 a row drops, a bit each. Mostly they share random words.
-__device__ inline unsigned dropped_neighbours(const Problem& p, const Shape& s, int64_t head, int64_t row, int key) {
+// Only under dropout: which keys of a C fragment a row drops, bit i for key + 8 * (i / 2) + i % 2, i < COUNT.
+// Neighbours mostly share their random words.
+template <int COUNT>
+__device__ inline unsigned dropped_keys(const Problem& p, const Shape& s, int64_t head, int64_t row, int key) {
+  if (row >= s.rows) return 0;
   unsigned out = 0;
-  int64_t have = -1;
-  uint32_t words[4];
-  for (int i = 0; i < 2 && row < s.rows; ++i) {
-    if (key + i >= s.keys) break;
-    const Pair at = pair_in_call(p, head, row, key + i);
+  uint32_t have = 0, words[4];
+#pragma unroll 1
+  for (int i = 0; i < COUNT; ++i) {
+    const int own = key + 8 * (i / 2) + i % 2;
+    if (own >= s.keys) break;
+    const Pair at = pair_in_call(p, head, row, own);
     const int64_t id = p.modifiers.dropout.key_id(at.key);
-    if (id >> 2 != have) dropout_words(p, at, id, words);
-    have = id >> 2;
+    const uint32_t four = static_cast<uint32_t>(static_cast<uint64_t>(id) >> 2);  // as much of it as words depend on
+    if (i == 0 || four != have) dropout_words(p, at, id, words);
+    have = four;
     if (!(words[id & 3] >= p.modifiers.dropout.threshold)) out |= 1u << i;
   }
   return out;

@@ -50,80 +50,6 @@ struct LaneKeys {
   }
 };
 
-// ---- sections 10 and 11: modifiers ----
-
-// Of 16 x 32 pairs. Out of line, as careful_distances().
-struct ModifiedBlock {
-  uint32_t distance[4][4];
-  float slope[4][4];
-};
-static __device__ __noinline__ ModifiedBlock modified_block(const Dots dots, const PairsArgs& args, int64_t head,
-                                                            int64_t first_row, const RowState* rows, const int2* keys,
-                                                            int key_base, int lane) {
-  ModifiedBlock out;
-#pragma unroll 1
-  for (int n = 0; n < 4; ++n)
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      const int r = lane / 4 + 8 * (i >> 1), column = n * 8 + (lane % 4) * 2 + (i & 1), key = key_base + column;
-      const RowState& row = rows[r];
-      out.distance[n][i] = kFarDistance, out.slope[n][i] = 1.0f;
-      if (key < row.begin || key >= row.end) continue;
-      const int shift = score_shift(row.query_exponent, keys[column].x, kHighest.operand_bits);
-      const ModifiedPair pair =
-          modified_pair(args.problem, head, first_row + r, key, score_of(dots.dot[n][i], shift));
-      out.distance[n][i] = clamp_distance(modified_distance(row.maximum, pair.score));
-      out.slope[n][i] = pair.slope;
-    }
-  return out;
-}
-
-// Of the same pairs those that are dropped, bit 4 * n + i. Only under dropout.
-static __device__ __noinline__ unsigned dropped_in_block(const PairsArgs& args, int64_t head, int64_t first_row,
-                                                         int key_base, int lane) {
-  unsigned out = 0;
-#pragma unroll 1
-  for (int n = 0; n < 4; ++n)
-#pragma unroll 1
-    for (int h = 0; h < 2; ++h)
-      out |= dropped_neighbours(args.problem, args.shape, head, first_row + lane / 4 + 8 * h,
-                                key_base + n * 8 + (lane % 4) * 2)
-             << (4 * n + 2 * h);
-  return out;
-}
-
-// A block of pairs as the kernel changes them: not at all,
-struct PlainBlock {
-  static constexpr bool kModified = false;
-  __device__ __forceinline__ PlainBlock(const PairsArgs&, int64_t, int64_t, int) {}
-  __device__ __forceinline__ float gradient(int, int, float x) const { return x; }
-  __device__ __forceinline__ float term(int, int, float x) const { return x; }
-};
-// or by modifiers. Slopes come with the scores, drop() brings the rest.
-struct ChangedBlock {
-  static constexpr bool kModified = true;
-  const PairsArgs& args;
-  int64_t head, first_row;
-  int key_base;
-  float slope[4][4];
-  float rescale;
-  unsigned dropped_pairs;
-
-  __device__ __forceinline__ ChangedBlock(const PairsArgs& args, int64_t head, int64_t first_row, int key_base)
-      : args(args), head(head), first_row(first_row), key_base(key_base) {}
-  __device__ __forceinline__ void drop(int lane) {
-    const Dropout& dropout = args.problem.modifiers.dropout;
-    rescale = dropout.on ? dropout.rescale : 1.0f;
-    dropped_pairs = dropout.on ? dropped_in_block(args, head, first_row, key_base, lane) : 0;
-  }
-  __device__ __forceinline__ float factor(int n, int i) const {
-    return dropped_pairs >> (4 * n + i) & 1 ? 0.0f : rescale;
-  }
-  __device__ __forceinline__ float probability(int n, int i, float x) const { return dropped(x, factor(n, i)); }
-  __device__ __forceinline__ float gradient(int n, int i, float x) const { return dropped(x, factor(n, i)); }
-  __device__ __forceinline__ float term(int n, int i, float x) const { return mul_f32(x, slope[n][i]); }
-};
-
 // ---- section 2 and 4: scores to p ----
 
 // Any exponents, any scores, 64 bits throughout. Out of line: ordinary tiles do not come here.
@@ -154,10 +80,9 @@ __device__ __forceinline__ uint32_t narrow_distance(int32_t m, int32_t s) {
 }
 
 // p of a block of 16 rows and 32 keys. rows: the block's; keys: exponents of the 32; key_base: the first of them.
-template <int PLANES, class Acc, class Change>
+template <int PLANES, class Acc>
 __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWarp& warp, const RowState* rows,
-                                                    const int2* keys, int key_base, int lane, float (&p)[4][4],
-                                                    Change& change) {
+                                                    const int2* keys, int key_base, int lane, float (&p)[4][4]) {
   constexpr int kWeightBits = PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
   const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
   uint32_t distance[4][4];
@@ -165,7 +90,7 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
   const int ek_max = __reduce_max_sync(kFullWarp, keys[lane].x), ek_min = __reduce_min_sync(kFullWarp, keys[lane].x);
   const int r_min = score_shift(warp.rows.exponent_max, ek_max, kHighest.operand_bits);
   const int r_max = score_shift(warp.rows.exponent_min, ek_min, kHighest.operand_bits);
-  bool small = !Change::kModified && warp.rows.exponent_min <= warp.rows.exponent_max && r_min >= 17 && r_max <= 24;
+  bool small = warp.rows.exponent_min <= warp.rows.exponent_max && r_min >= 17 && r_max <= 24;
   if (small) {
     const int bias = 1 << (r_min + 5);
     uint32_t above = 0;
@@ -193,21 +118,12 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
     for (int n = 0; n < 4; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, false>(acc, n, i);
-    if constexpr (Change::kModified) {
-      const ModifiedBlock found =
-          modified_block(dots, change.args, change.head, change.first_row, rows, keys, key_base, lane);
+    const BlockDistances found = careful_distances(dots, row0.query_exponent, row1.query_exponent, keys, row0.maximum,
+                                                   row1.maximum, lane);
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < 4; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) distance[n][i] = found.distance[n][i], change.slope[n][i] = found.slope[n][i];
-    } else {
-      const BlockDistances found = careful_distances(dots, row0.query_exponent, row1.query_exponent, keys,
-                                                     row0.maximum, row1.maximum, lane);
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) distance[n][i] = found.distance[n][i];
-    }
+      for (int i = 0; i < 4; ++i) distance[n][i] = found.distance[n][i];
   }
   // W has at most 24 significant bits: the polynomial has 24, and once some are rounded away W is at most 2^24. Both
   // factors are float32 numbers then, and their float32 product is probability_of(), rounded once.
@@ -256,10 +172,9 @@ static __device__ __noinline__ BlockGradients careful_gradients(const Dots dots,
 
 // ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large enough.
 // dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
-template <int PLANES, class Acc, class Change>
+template <int PLANES, class Acc>
 __device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const int2* keys,
-                                            const LaneKeys& columns, int lane, const float (&p)[4][4],
-                                            float (&ds)[4][4], const Change& change) {
+                                            const LaneKeys& columns, int lane, const float (&p)[4][4], float (&ds)[4][4]) {
   constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
   const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
   const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};
@@ -288,10 +203,71 @@ __device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float gradient = change.gradient(n, i, ds[n][i]);
-      ds[n][i] = change.term(n, i, score_term_of(p[n][i] != 0.0f, p[n][i], gradient, delta[i >> 1]));
+    for (int i = 0; i < 4; ++i) ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], ds[n][i], delta[i >> 1]);
+}
+
+// ---- sections 10 and 11: the same under modifiers ----
+// Pair by pair by the rules and out of line, for the 32 x 32 pairs of a warp at once: what modifiers need would not find
+// registers beside the accumulators. p and then the softcap's slopes wait in shared memory: float4 (4 * m + n) * stride of
+// the lane's holds the pairs (n, i) of the 16-row half m, and slopes are 8 * stride further.
+
+// Where a warp's pairs stand, and what is known of their rows and keys.
+struct WarpPairs {
+  int64_t head, first_row;
+  int first_key;
+  const RowState* rows;
+  const int2* keys;
+};
+
+static __device__ __noinline__ void modified_probabilities(const Dots* dots, const PairsArgs& args, const WarpPairs& at,
+                                                           int lane, float4* waiting, int stride) {
+  const Problem& problem = args.problem;
+#pragma unroll 1
+  for (int e = 0; e < 32; ++e) {
+    const int m = e / 16, n = e / 4 % 4, i = e % 4;
+    const int r = 16 * m + lane / 4 + 8 * (i >> 1), column = n * 8 + (lane % 4) * 2 + (i & 1);
+    const int key = at.first_key + column;
+    const RowState& row = at.rows[r];
+    float p = 0.0f, slope = 1.0f;
+    if (key >= row.begin && key < row.end) {
+      const int shift = score_shift(row.query_exponent, at.keys[column].x, kHighest.operand_bits);
+      const ModifiedPair pair =
+          modified_pair(problem, at.head, at.first_row + r, key, score_of(dots[m].dot[n][i], shift));
+      const int64_t distance = modified_distance(row.maximum, pair.score);
+      p = probability_of(weight_of(distance, problem.precision.weight_bits), row.inverse);
+      slope = pair.slope;
     }
+    float* to = reinterpret_cast<float*>(waiting + e / 4 * stride) + i;
+    to[0] = p, to[8 * 4 * stride] = slope;
+  }
+}
+
+// p as it meets dO, and ds.
+struct BlockPairs {
+  float p[4][4], ds[4][4];
+};
+static __device__ __noinline__ void modified_terms(const Dots* dots, const PairsArgs& args, const WarpPairs& at,
+                                                   int lane, const float4* waiting, int stride, BlockPairs* out) {
+  const Dropout& dropout = args.problem.modifiers.dropout;
+#pragma unroll 1
+  for (int half = 0; half < 4; ++half) {
+    const int m = half >> 1, h = half & 1, r = 8 * half + lane / 4, column = (lane % 4) * 2;
+    const RowState& row = at.rows[r];
+    const unsigned drops =
+        dropout.on ? dropped_keys<8>(args.problem, args.shape, at.head, at.first_row + r, at.first_key + column) : 0;
+#pragma unroll 1
+    for (int k = 0; k < 8; ++k) {
+      const int n = k / 2, i = 2 * h + k % 2;
+      const float* from = reinterpret_cast<const float*>(waiting + (4 * m + n) * stride) + i;
+      const float p = from[0], slope = from[8 * 4 * stride];
+      const float factor = dropout.on ? (drops >> k & 1 ? 0.0f : dropout.rescale) : 1.0f;
+      const int ev = at.keys[column + 8 * n + k % 2].y;
+      const double unit = pow2(row.grad_exponent + ev - 2 * (kHighest.operand_bits - 1));
+      const float gradient = dropped(score_gradient_of(__ll2float_rn(dots[m].dot[n][i]), unit), factor);
+      out[m].p[n][i] = dropped(p, factor);
+      out[m].ds[n][i] = mul_f32(score_term_of(p != 0.0f, p, gradient, row.delta), slope);
+    }
+  }
 }
 
 // ---- references ----
@@ -313,9 +289,6 @@ __device__ __forceinline__ int scatter_max(int (&column)[8], int lane) {
 __device__ __forceinline__ int scattered_key(int lane) { return lane / 8 * 8 + lane % 4 * 2 + (lane / 4 & 1); }
 
 // The same by the rule, for blocks with extraordinary exponents or terms; raises the references itself. Out of line.
-struct BlockPairs {
-  float p[4][4], ds[4][4];
-};
 static __device__ __noinline__ void raise_carefully(const BlockPairs x, const References& to, const RowState* rows,
                                                     const int2* keys, int64_t first_row, int64_t first_key,
                                                     int rows_left, int lane) {

@@ -3,8 +3,6 @@
 // slab of keys: a step brings the planes of K for a key tile, the next one those of V.
 #pragma once
 
-#include <type_traits>
-
 #include "common.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
@@ -14,7 +12,7 @@ namespace det_attn::cuda {
 
 // ROWS x KEYS pairs by warps of 32 x 32; STAGES steps in flight. RESIDENT: the planes of the rows stay; otherwise each
 // step brings those it needs, too. WAITS: p waits in shared memory for the second product, whose accumulators leave few
-// registers. MODIFIED: the softcap's slopes wait beside it.
+// registers. MODIFIED: the softcap's slopes wait behind it.
 template <int PLANES, int ROWS, int KEYS, int STAGES, bool RESIDENT, bool WAITS, bool MODIFIED = false>
 struct PairsTile {
   static constexpr int kPlanes = PLANES, kRows = ROWS, kKeys = KEYS, kStages = STAGES;
@@ -25,7 +23,7 @@ struct PairsTile {
   static constexpr int kStageBytes = kKeyBytes + (RESIDENT ? 0 : kRowBytes);
   static constexpr int kPlaneBytes = STAGES * kStageBytes + (RESIDENT ? 2 * kRowBytes : 0);  // times dims_pad
   static constexpr bool kWaits = WAITS, kModified = MODIFIED;
-  static_assert(WAITS || !MODIFIED, "slopes wait beside p");
+  static_assert(WAITS || !MODIFIED, "slopes wait behind p");
   static int shared_bytes(int dims_pad) { return kPlaneBytes * dims_pad + (WAITS + MODIFIED) * ROWS * KEYS * 4; }
   // Parts from sm_90 on have the shared memory for p to wait in, and may lack the registers otherwise.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -54,12 +52,23 @@ __device__ __forceinline__ void join_lowest(int32_t (&acc)[GROUPS][2][4][4]) {
   }
 }
 
+// A warp's dot products, once the lowest positions are joined.
+template <int PLANES, int GROUPS>
+__device__ __forceinline__ void take_dots(const int32_t (&acc)[GROUPS][2][4][4], Dots (&dots)[2]) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        dots[m].dot[n][i] = dot_of<PLANES, false>([&](int g, int n, int i) { return acc[g][m][n][i]; }, n, i);
+}
+
 template <class Tile, bool WIDE>
 __device__ __forceinline__ void run_pairs(const PairsArgs& args) {
   using namespace scores_mma;
   constexpr int kPlanes = Tile::kPlanes, kRows = Tile::kRows, kKeys = Tile::kKeys, kStages = Tile::kStages;
   constexpr int kGroups = Groups<kPlanes, WIDE>::kCount;
-  using Change = std::conditional_t<Tile::kModified, ChangedBlock, PlainBlock>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) RowState row_states[kRows];
   __shared__ __align__(16) int2 key_exponents[2][kKeys];
@@ -147,26 +156,33 @@ __device__ __forceinline__ void run_pairs(const PairsArgs& args) {
       int32_t acc[kGroups][2][4][4] = {};
       multiply(2 * t, acc);
       if (t == 0) warp_rows = pair_warp<kPairBlock>(rows, lane);
+      if constexpr (Tile::kModified) {
+        Dots dots[2];
+        take_dots<kPlanes>(acc, dots);
+        modified_probabilities(dots, args, WarpPairs{work.head, warp_row, key_base, rows, keys}, lane, waiting,
+                               Tile::kThreads);
+      }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        Change change(args, work.head, warp_row + 16 * m, key_base);
+        if constexpr (Tile::kModified) continue;
         block_probabilities<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows + 16 * m,
-                                     keys, key_base, lane, p[m], change);
+                                     keys, key_base, lane, p[m]);
         if constexpr (Tile::kWaits) {
 #pragma unroll
           for (int n = 0; n < 4; ++n)
             waiting[(4 * m + n) * Tile::kThreads] = make_float4(p[m][n][0], p[m][n][1], p[m][n][2], p[m][n][3]);
         }
-        if constexpr (Tile::kModified) {
-#pragma unroll
-          for (int n = 0; n < 4; ++n)
-            waiting[(8 + 4 * m + n) * Tile::kThreads] =
-                make_float4(change.slope[n][0], change.slope[n][1], change.slope[n][2], change.slope[n][3]);
-        }
       }
     }
     int32_t acc[kGroups][2][4][4] = {};
     multiply(2 * t + 1, acc);
+    [[maybe_unused]] BlockPairs changed[2];
+    if constexpr (Tile::kModified) {
+      Dots dots[2];
+      take_dots<kPlanes>(acc, dots);
+      modified_terms(dots, args, WarpPairs{work.head, warp_row, key_base, rows, keys}, lane, waiting, Tile::kThreads,
+                     changed);
+    }
     const bool ordinary = is_ordinary_block(warp_rows, keys, lane);
     const int64_t block = args.pairs.block(args.strip, work.head, warp_row, key_base);
     const int64_t first_key = work.head * references.key_stride + key_base;
@@ -174,32 +190,24 @@ __device__ __forceinline__ void run_pairs(const PairsArgs& args) {
     maxima.clear();
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      if constexpr (Tile::kWaits) {
+      if constexpr (Tile::kWaits && !Tile::kModified) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float4 x = waiting[(4 * m + n) * Tile::kThreads];
           p[m][n][0] = x.x, p[m][n][1] = x.y, p[m][n][2] = x.z, p[m][n][3] = x.w;
         }
       }
-      Change change(args, work.head, warp_row + 16 * m, key_base);
-      if constexpr (Tile::kModified) {
-        change.drop(lane);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float4 x = waiting[(8 + 4 * m + n) * Tile::kThreads];
-          change.slope[n][0] = x.x, change.slope[n][1] = x.y, change.slope[n][2] = x.z, change.slope[n][3] = x.w;
-        }
-      }
-      const LaneKeys columns(keys, lane);
       float ds[4][4];
-      block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, keys, columns,
-                           lane, p[m], ds, change);
-      if constexpr (Tile::kModified) {  // from here on p is what meets dO
+      if constexpr (Tile::kModified) {
 #pragma unroll
         for (int n = 0; n < 4; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) p[m][n][i] = change.probability(n, i, p[m][n][i]);
+          for (int i = 0; i < 4; ++i) p[m][n][i] = changed[m].p[n][i], ds[n][i] = changed[m].ds[n][i];
       }
+      const LaneKeys columns(keys, lane);
+      if constexpr (!Tile::kModified)
+        block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, keys,
+                             columns, lane, p[m], ds);
       if (args.pairs.p != nullptr) {
         keep_block(args.pairs.p + block, m, lane, p[m]);
         keep_block(args.pairs.ds + block, m, lane, ds);

@@ -96,18 +96,17 @@ struct ValueCopies {
   }
 };
 
-// Section 11: which of the keys `key`, + 1, + 8, + 9 one query row leaves out of the sums.
-static __device__ __noinline__ unsigned dropped_keys(const SumsArgs& args, int64_t head, int64_t row, int key) {
-  unsigned out = 0;
-  for (int half = 0; half < 2; ++half)
-    out |= dropped_neighbours(args.problem, args.shape, head, row, key + half * 8) << (half * 2);
-  return out;
+// Section 11: which of the keys `key`, + 1, + 8, + 9 one query row leaves out of the sums. The row counts over
+// heads * rows_pad, so that the caller has fewer numbers to hold.
+static __device__ __noinline__ unsigned dropped_weights(const SumsArgs& args, int64_t row, int key) {
+  const int64_t pad = args.shape.rows_pad;
+  return dropped_keys<4>(args.problem, args.shape, row / pad, row % pad, key);
 }
 struct DroppedPairs {
   const SumsArgs& args;
-  int64_t head, row_base;
+  int64_t first_row;
   __device__ __forceinline__ unsigned operator()(int row, int key) const {
-    return dropped_keys(args, head, row_base + row, key);
+    return dropped_weights(args, first_row + row, key);
   }
 };
 
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
     const ValueCopies<Tile> values(args, work, value_shared, threadIdx.x - Tile::kMultiplyThreads);
     if constexpr (DROPOUT) {
       run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values,
-                        DroppedPairs{args, work.head, work.row_base}, warp - kSumWarps, lane);
+                        DroppedPairs{args, work.head * s.rows_pad + work.row_base}, warp - kSumWarps, lane);
     } else {
       run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values, NoneDropped(), warp - kSumWarps,
                         lane);
