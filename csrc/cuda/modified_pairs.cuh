@@ -24,23 +24,26 @@ __device__ inline int64_t modified_distance(int64_t maximum, int64_t score) {
   return score == kScoreMasked || score == kScorePoisoned ? kZeroWeightDistance : maximum - score;
 }
 
-// Only under dropout: which keys of a C fragment a row drops, bit i for key + 8 * (i / 2) + i % 2, i < COUNT.
-// Neighbours mostly share their random words.
-template <int COUNT>
-__device__ inline unsigned dropped_keys(const Problem& p, const Shape& s, int64_t head, int64_t row, int key) {
-  if (row >= s.rows) return 0;
+// Section 11: which of the keys `key`, + 1, + 8, + 9 a query row leaves out of the sums. Two keys side by side share their
+// random words mostly. row_id is Dropout::row_id().
+template <class Args>
+static __device__ __noinline__ unsigned dropped_keys(const Args& args, int64_t row_id, int head, int key) {
+  const Problem& p = args.problem;
+  const Dropout& d = p.modifiers.dropout;
   unsigned out = 0;
-  uint32_t have = 0, words[4];
-#pragma unroll 1
-  for (int i = 0; i < COUNT; ++i) {
-    const int own = key + 8 * (i / 2) + i % 2;
-    if (own >= s.keys) break;
-    const Pair at = pair_in_call(p, head, row, own);
-    const int64_t id = p.modifiers.dropout.key_id(at.key);
-    const uint32_t four = static_cast<uint32_t>(static_cast<uint64_t>(id) >> 2);  // as much of it as words depend on
-    if (i == 0 || four != have) dropout_words(p, at, id, words);
-    have = four;
-    if (!(words[id & 3] >= p.modifiers.dropout.threshold)) out |= 1u << i;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int64_t have = -1;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (key + half * 8 + i >= args.shape.keys) break;
+      const int64_t id = d.key_id(p.mask.kv_lo + key + half * 8 + i);
+      if (id >> 2 != have) dropout_words(d, row_id, head, id, words);
+      have = id >> 2;
+      const uint32_t low = id & 1 ? words[1] : words[0], high = id & 1 ? words[3] : words[2];
+      if (!((id & 2 ? high : low) >= d.threshold)) out |= 1u << (half * 2 + i);
+    }
   }
   return out;
 }

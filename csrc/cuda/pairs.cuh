@@ -208,8 +208,8 @@ __device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const
 
 // ---- sections 10 and 11: the same under modifiers ----
 // Pair by pair by the rules and out of line, for the 32 x 32 pairs of a warp at once: what modifiers need would not find
-// registers beside the accumulators. p and then the softcap's slopes wait in shared memory: float4 (4 * m + n) * stride of
-// the lane's holds the pairs (n, i) of the 16-row half m, and slopes are 8 * stride further.
+// registers beside the accumulators. p and the softcap's slopes wait in shared memory: float4 (4 * m + n) * stride of the
+// lane's holds p of the pairs (n, i) of the 16-row half m, and slopes are 8 * stride further.
 
 // Where a warp's pairs stand, and what is known of their rows and keys.
 struct WarpPairs {
@@ -253,8 +253,13 @@ static __device__ __noinline__ void modified_terms(const Dots* dots, const Pairs
   for (int half = 0; half < 4; ++half) {
     const int m = half >> 1, h = half & 1, r = 8 * half + lane / 4, column = (lane % 4) * 2;
     const RowState& row = at.rows[r];
-    const unsigned drops =
-        dropout.on ? dropped_keys<8>(args.problem, args.shape, at.head, at.first_row + r, at.first_key + column) : 0;
+    unsigned drops = 0;
+    if (dropout.on && at.first_row + r < args.shape.rows) {
+      const Pair own = pair_in_call(args.problem, at.head, at.first_row + r, 0);
+      const int64_t row_id = dropout.row_id(own.batch, own.query, args.problem.q_len);
+      const int head = static_cast<int>(own.head), key = at.first_key + column;
+      drops = dropped_keys(args, row_id, head, key) | dropped_keys(args, row_id, head, key + 16) << 4;
+    }
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) {
       const int n = k / 2, i = 2 * h + k % 2;

@@ -96,17 +96,25 @@ struct ValueCopies {
   }
 };
 
-// Section 11: which of the keys `key`, + 1, + 8, + 9 one query row leaves out of the sums. The row counts over
-// heads * rows_pad, so that the caller has fewer numbers to hold.
-static __device__ __noinline__ unsigned dropped_weights(const SumsArgs& args, int64_t row, int key) {
-  const int64_t pad = args.shape.rows_pad;
-  return dropped_keys<4>(args.problem, args.shape, row / pad, row % pad, key);
-}
+// A thread's rows, one a slot of WeightForming.
+template <class Tile>
 struct DroppedPairs {
   const SumsArgs& args;
-  int64_t first_row;
-  __device__ __forceinline__ unsigned operator()(int row, int key) const {
-    return dropped_weights(args, first_row + row, key);
+  int64_t row_id[WeightForming<Tile>::kSlots];
+  int head[WeightForming<Tile>::kSlots];
+
+  __device__ __forceinline__ DroppedPairs(const SumsArgs& a, const SumsWork<Tile>& work, int warp, int lane) : args(a) {
+    const Problem& p = args.problem;
+#pragma unroll
+    for (int i = 0; i < WeightForming<Tile>::kSlots; ++i) {
+      const int64_t row = work.row_base + (warp * WeightForming<Tile>::kSlots + i) * 8 + lane / 4;
+      const Pair at = args.pair_of(work.head, min(row, args.shape.rows - 1), 0);
+      row_id[i] = p.modifiers.dropout.row_id(at.batch, at.query, p.q_len);
+      head[i] = static_cast<int>(at.head);
+    }
+  }
+  __device__ __forceinline__ unsigned operator()(int slot, int key) const {
+    return dropped_keys(args, row_id[slot], head[slot], key);
   }
 };
 
@@ -128,7 +136,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
     const ValueCopies<Tile> values(args, work, value_shared, threadIdx.x - Tile::kMultiplyThreads);
     if constexpr (DROPOUT) {
       run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values,
-                        DroppedPairs{args, work.head * s.rows_pad + work.row_base}, warp - kSumWarps, lane);
+                        DroppedPairs<Tile>(args, work, warp - kSumWarps, lane), warp - kSumWarps, lane);
     } else {
       run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values, NoneDropped(), warp - kSumWarps,
                         lane);
