@@ -49,20 +49,16 @@ void launch_pairs_planes(const Context& ctx, const PairsArgs& args) {
   }
 }
 
-// The slopes take shared memory, too: a tile of fewer rows is next where the large one does not fit.
+// The slopes take shared memory, too: a tile of fewer rows is next where the large one does not fit. The kernels of wide
+// rows serve narrow ones as well.
 template <int PLANES>
 void launch_pairs_modified(const Context& ctx, const PairsArgs& args) {
-  using Medium = PairsTile<PLANES, 64, 64, 1, true, true, true>;
-  using Small = PairsTile<PLANES, 64, 32, 1, false, true, true>;
-  constexpr bool kCanBeWide = PLANES == 3;
-  if (kCanBeWide && args.shape.dims_pad > 128) {
-    if (launch_pairs_tile<Medium, kCanBeWide>(ctx, args)) return;
-    launch_pairs_tile<Small, kCanBeWide>(ctx, args);
-  } else {
-    if (launch_pairs_tile<PairsTile<PLANES, 128, 64, 2, true, true, true>, false>(ctx, args)) return;
-    if (launch_pairs_tile<Medium, false>(ctx, args)) return;
-    launch_pairs_tile<Small, false>(ctx, args);
-  }
+  constexpr bool kWide = PLANES == 3;
+  if ((!kWide || args.shape.dims_pad <= 128) &&
+      launch_pairs_tile<PairsTile<PLANES, 128, 64, 2, true, true, true>, false>(ctx, args))
+    return;
+  if (launch_pairs_tile<PairsTile<PLANES, 64, 64, 1, true, true, true>, kWide>(ctx, args)) return;
+  launch_pairs_tile<PairsTile<PLANES, 64, 32, 1, false, true, true>, kWide>(ctx, args);
 }
 
 }  // namespace det_attn::cuda
