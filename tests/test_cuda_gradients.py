@@ -85,7 +85,7 @@ def test_heads_and_rows_in_rounds(kernel, B, heads, Sq, Skv, D, causal, precisio
     check(kernel, inputs, causal=causal, precision=precision, part=(70, 190), staged=Sq * Skv < 10**7)
 
 
-@pytest.mark.parametrize("need", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)])
+@pytest.mark.parametrize("need", [(True, False, False), (False, True, False), (False, False, True), (True, True, False)])
 def test_only_what_is_wanted(kernel, need):
     inputs = with_gradient(make("normal", heads=(4, 2), Sq=150, Skv=170, D=72, seed=42))
     expected = results(kernel, inputs, staged=False)
@@ -160,14 +160,20 @@ def test_gradients_of_any_size(kernel, family, exponent, precision):
     check(kernel, (Q, K, V * 4, dO), precision=precision, causal=True, part=(3, 90))
 
 
-@pytest.mark.parametrize("q_offset, scale", [(0, None), (-10, 0.5), (100, -2.0), (3, 0.0), (5, 1e30), (5, 1e-30), (5, 1e300)])
+SCALES = [(0, None), (-10, 0.5), (100, -2.0), (3, 0.0), (5, 1e30), (5, 1e-30), (5, 1e300)]
+
+
+@pytest.mark.parametrize("q_offset, scale", SCALES)
 def test_offsets_and_scales(kernel, q_offset, scale):
     inputs = with_gradient(make("normal", heads=(4, 2), Sq=100, Skv=130, D=32, seed=47))
     check(kernel, inputs, causal=True, scale=scale, q_offset=q_offset)
 
 
+WINDOWS = [dict(window=(40, 0)), dict(window=(-1, 70)), dict(window=(100, 30), causal=True, part=(90, 300))]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("how", [dict(window=(40, 0)), dict(window=(-1, 70)), dict(window=(100, 30), causal=True, part=(90, 300))])
+@pytest.mark.parametrize("how", WINDOWS)
 def test_windows(kernel, how, precision):
     """Keys that begin after the first: forward and backward of whichever path takes them."""
     inputs = with_gradient(make("normal", B=2, heads=(4, 2), Sq=300, Skv=420, D=72, seed=57))
@@ -322,7 +328,8 @@ def test_strides_of_zero_and_interleaved_projections(kernel):
     same = [x[:1, :1, :1].expand(x.shape) for x in inputs]
     expected = results(kernel, [x.contiguous() for x in same], causal=True)
     for path in paths(kernel, "cuda"):
-        compare(results(kernel, [x[:1, :1, :1].cuda().expand(x.shape) for x in same], causal=True, path=path), expected, path)
+        on_device = [x[:1, :1, :1].cuda().expand(x.shape) for x in same]
+        compare(results(kernel, on_device, causal=True, path=path), expected, path)
 
 
 # ---- Runs, streams, graphs -------------------------------------------------------------------------------------------

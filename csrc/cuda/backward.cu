@@ -14,9 +14,8 @@ namespace {
 
 constexpr int64_t kPairBytes = int64_t(576) << 20;  // p and ds kept at a time: a head of 8192 x 8192
 constexpr int64_t kLeastInnerRows = 512;            // shorter parts of a sum are not worth adding
-constexpr int64_t kMostInnerRows = 8192;            // what the kernels' accumulators hold
 
-int64_t strip_bytes(const Shape& s, int64_t rows) { return rows * s.keys_pad * 2 * static_cast<int64_t>(sizeof(float)); }
+int64_t strip_bytes(const Shape& s, int64_t rows) { return rows * s.keys_pad * int64_t(2 * sizeof(float)); }
 
 Strip all_rows(const Shape& s) { return Strip{0, s.heads, 0, s.rows_pad}; }
 
@@ -59,9 +58,9 @@ void run_sums(const BackwardCall& b, const Strip& strip, const Pairs& pairs, con
   if (args.job_count == 0) return;
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, b.ctx.device), "cudaDeviceGetAttribute");
-  // Inner rows of all CTAs, if one has 64 sum rows and 128 dims.
-  const int64_t inner = args.job_count * strip.heads * (strip.rows / kPairStep) * ceil_div(s.value_dims_pad, 128) * s.keys;
-  const int64_t wanted = inner / (3 * processors);
+  // Inner rows of all CTAs, if one has 64 sum rows and 128 dims; then three CTAs a processor.
+  const int64_t ctas = args.job_count * strip.heads * (strip.rows / kPairStep) * ceil_div(s.value_dims_pad, 128);
+  const int64_t wanted = ctas * s.keys / (3 * processors);
   args.split_keys = part_of(s.keys, wanted);
   args.split_rows = part_of(strip.rows, wanted);
   b.engine.sums(b.ctx, args);
@@ -165,8 +164,10 @@ void run_backward(const BackwardCall& b, const MutableView& dq, const MutableVie
       run_pairs(b, strip, pairs, strips.whole ? references : References{});
       run_sums(b, strip, pairs, jobs);
     });
-    for (int i = 0; i < 3; ++i)
-      if (jobs[i].digits != nullptr) round_gradient(b.ctx, p, s, jobs[i], found[i], heads, i == 0 ? p.scale : 1.0, *out[i]);
+    for (int i = 0; i < 3; ++i) {
+      const double scale = i == 0 ? p.scale : 1.0;
+      if (jobs[i].digits != nullptr) round_gradient(b.ctx, p, s, jobs[i], found[i], heads, scale, *out[i]);
+    }
   }
 }
 

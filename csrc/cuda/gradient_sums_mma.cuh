@@ -9,8 +9,8 @@
 
 namespace det_attn::cuda {
 
-// A term in [-2^G, 2^G] is three bytes, the top one signed where terms are. Then 2^23 itself does not fit: it is kept as
-// -2^23, and a fourth plane holds 128 there, which is multiplied twice at the top plane's position: 2 * 128 * 2^16.
+// A term in [-2^G, 2^G] is three bytes, the top one signed where terms are. Then 2^23 itself does not fit: it is kept
+// as -2^23, and a fourth plane holds 128 there, which is multiplied twice at the top plane's position: 2 * 128 * 2^16.
 constexpr int kTermPlanes = 3;
 static_assert(kQueryGradientBits <= 23 && kKeyGradientBits <= 23, "signed terms must fit three bytes and that repair");
 static_assert(kValueGradientBits <= 23, "unsigned terms up to 2^G must fit three bytes");
@@ -38,11 +38,6 @@ struct GradientTile {
   static constexpr int kSharedBytes = kStepsAt + kMostSteps * 4;
 };
 static_assert(GradientTile<3, 128, 1>::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
-
-// A position takes at most 3 products an inner row, each at most 255 * 255, in an int32.
-constexpr int64_t kMostInnerRows = 8192;
-static_assert(kMostInnerRows * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must hold a CTA's part");
-static_assert(kMostInnerRows << (23 + kHighest.operand_bits - 1) < INT64_MAX / 2, "and an int64 its sum");
 
 // x * 2^n clamped to [-2^G, 2^G] and rounded, as gradient_term(), in float32: scaling by a power of two is exact, or
 // ends below 2^-126, where the term is 0, or above 2^127, where it is clamped. Two factors, since n leaves float32's

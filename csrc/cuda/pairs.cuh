@@ -170,11 +170,13 @@ static __device__ __noinline__ BlockGradients careful_gradients(const Dots dots,
   return out;
 }
 
-// ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large enough.
+// ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large
+// enough.
 // dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
 template <int PLANES, class Acc>
 __device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const int2* keys,
-                                            const LaneKeys& columns, int lane, const float (&p)[4][4], float (&ds)[4][4]) {
+                                            const LaneKeys& columns, int lane, const float (&p)[4][4],
+                                            float (&ds)[4][4]) {
   constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
   const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
   const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};

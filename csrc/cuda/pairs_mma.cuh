@@ -1,6 +1,6 @@
 // Pairs kernel on mma.sync (sm_80 and up): planes of Q, K, dO and V -> p and ds of a strip, and reference exponents
-// (docs/contract.md section 8). One CTA keeps the planes of its query rows in shared memory, where they fit, and walks a
-// slab of keys: a step brings the planes of K for a key tile, the next one those of V.
+// (docs/contract.md section 8). One CTA keeps the planes of its query rows in shared memory, where they fit, and walks
+// a slab of keys: a step brings the planes of K for a key tile, the next one those of V.
 #pragma once
 
 #include "common.cuh"
@@ -33,8 +33,8 @@ struct PairsTile {
 #endif
 };
 
-// Wide rows keep the two lowest digit positions apart; see Groups. Once they are summed, what lies above 2^16 goes to mid
-// and both fit one group, so that from here on they are as narrow ones: fewer registers beside everything else.
+// Wide rows keep the two lowest digit positions apart; see Groups. Once they are summed, what lies above 2^16 goes to
+// mid and both fit one group, so that from here on they are as narrow ones: fewer registers beside everything else.
 template <int GROUPS>
 __device__ __forceinline__ void join_lowest(int32_t (&acc)[GROUPS][2][4][4]) {
   if constexpr (GROUPS == 4) {
@@ -83,7 +83,8 @@ __device__ __forceinline__ void run_pairs(const PairsArgs& args) {
   // ---- copies ----
   const uint32_t stages = shared_address(shared), resident = stages + kStages * Tile::kStageBytes * s.dims_pad;
   auto load_rows_of = [&](int side, uint32_t to) {
-    const uint8_t* from = (side == 0 ? args.query : args.grad) + (work.head * kPlanes * s.rows_pad + work.row) * s.dims_pad;
+    const uint8_t* from = side == 0 ? args.query : args.grad;
+    from += (work.head * kPlanes * s.rows_pad + work.row) * s.dims_pad;
     for (int p = 0; p < kPlanes; ++p)
       copy_bytes<Tile::kThreads>(to + p * kRows * s.dims_pad, from + p * s.rows_pad * s.dims_pad, kRows * s.dims_pad);
   };
