@@ -211,14 +211,18 @@ DET_HD int64_t modified_score(const Problem& p, int64_t s, const Pair& at) {
 }
 
 // Section 11: the four random words of keys id & ~3 to id | 3 under one query; is_kept() takes word id & 3.
-DET_HD void dropout_words(const Problem& p, const Pair& at, int64_t key_id, uint32_t (&words)[4]) {
-  const Dropout& d = p.modifiers.dropout;
-  const uint64_t row = static_cast<uint64_t>(d.row_id(at.batch, at.query, p.q_len));
+// row_id is Dropout::row_id(), head the call's.
+DET_HD void dropout_words(const Dropout& d, int64_t row_id, int64_t head, int64_t key_id, uint32_t (&words)[4]) {
+  const uint64_t row = static_cast<uint64_t>(row_id);
   words[0] = static_cast<uint32_t>(static_cast<uint64_t>(key_id) >> 2);
   words[1] = static_cast<uint32_t>(row);
-  words[2] = static_cast<uint32_t>(at.head + d.first_head);
+  words[2] = static_cast<uint32_t>(head + d.first_head);
   words[3] = static_cast<uint32_t>(row >> 32);
   philox4x32(words, d.seed[0], d.seed[1]);
+}
+DET_HD void dropout_words(const Problem& p, const Pair& at, int64_t key_id, uint32_t (&words)[4]) {
+  const Dropout& d = p.modifiers.dropout;
+  dropout_words(d, d.row_id(at.batch, at.query, p.q_len), at.head, key_id, words);
 }
 
 // Section 11: whether the pair's weight enters the sums. Only under dropout.

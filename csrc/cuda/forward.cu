@@ -98,6 +98,7 @@ Prepared prepare(const Context& ctx, Engine engine, const Problem& problem, cons
   p.query_exponent = workspace<int32_t>(ctx, s.heads * s.rows_pad);
   p.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
   p.row_keys = workspace<int2>(ctx, s.heads * s.rows_pad);
+  if (problem.modifiers.bias.data != nullptr) p.row_bias = workspace<int64_t>(ctx, s.heads * s.rows_pad);
   p.tile_first = workspace<int32_t>(ctx, s.heads * (s.rows_pad / kRowPad));
   prepare_queries(ctx, problem, s, p);
   prepare_tiles(ctx, s, p);

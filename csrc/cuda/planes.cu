@@ -147,6 +147,8 @@ __global__ void __launch_bounds__(kThreads)
         keys.y = static_cast<int>(mask.end(batch, x_row) - mask.kv_lo);
       }
       out.row_keys[index] = keys.y > keys.x ? keys : make_int2(0, 0);
+      if (out.row_bias != nullptr)
+        out.row_bias[index] = problem.modifiers.bias.offset({batch, x_head, x_row, mask.kv_lo});
     }
   }
 }

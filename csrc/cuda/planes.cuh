@@ -54,6 +54,7 @@ struct Prepared {
   uint8_t* special_key;    // [heads][keys_pad]: 1 where the key's value row has such an element
   int64_t* rowmax;         // [heads][rows_pad], M as an integer
   int2* row_keys;          // [heads][rows_pad]: begin and end of the attended keys, relative to kv_lo; 0, 0 if none
+  int64_t* row_bias;       // [heads][rows_pad]: where a row's bias of key kv_lo lies; null without a bias
   int32_t* tile_first;     // [heads][rows_pad / kRowPad]: the first attended key of a tile, down to a multiple of kKeyPad
 };
 

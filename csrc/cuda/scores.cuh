@@ -256,6 +256,34 @@ static __device__ __noinline__ void finish_block_careful(const Dots dots, const 
                    clamp_distance(top[h] - s[n + 1][2 * h]), clamp_distance(top[h] - s[n + 1][2 * h + 1]));
   }
 }
+constexpr int32_t kNone = INT32_MIN;  // a masked pair among 32-bit scores, which are above -2^30, with a bias -2^31 + 2^29
+
+// Section 10 where a bias is all there is, and is below 32 in magnitude: then it takes 29 bits, and so does the way.
+__device__ __forceinline__ bool only_bias(const Modifiers& m) { return m.softcap == 0.0 && m.slopes == nullptr; }
+
+// Adds it to a thread's attended pairs. Returns false, with s left in pieces, if some bias is larger or no number.
+__device__ __forceinline__ bool add_bias(const WarpRows& warp, const BlockRows& rows, const Block& block, int lane,
+                                         int32_t (&s)[4][4]) {
+  const Bias& bias = warp.args->problem.modifiers.bias;
+  bool fits = true;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int64_t row = warp.args->prepared.row_bias[warp.first + rows.first + lane / 4 + 8 * h];
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int32_t& score = s[n][2 * h + i];
+        if (score == kNone) continue;
+        const float b = bias.at(row + (block.key_base + n * 8 + lane % 4 * 2 + i) * bias.stride_key);
+        const bool masked = b == float_of(0xff800000u);
+        fits = fits && (masked || fabsf(b) < 32.0f);
+        score = masked ? kNone : score + __float2int_rn(mul_f32(b, 16777216.0f));
+      }
+  }
+  return fits;
+}
+
 // One 16 x 32 block. acc(group, n, i) are its digit groups. Folds the two rows' maxima into row_max (a thread's own;
 // the quad is combined at the end), or, if GIVEN, row_max is M and distances are taken from it.
 template <int PLANES, bool WIDE, bool GIVEN, bool MODIFIED, class Acc>
@@ -267,7 +295,8 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
   const int ek_min = __reduce_min_sync(kFullWarp, block.key_exponent[lane]);
   const int r_min = score_shift(warp.exponent_max, ek_max, kHighest.operand_bits);
   const int r_max = score_shift(warp.exponent_min, ek_min, kHighest.operand_bits);
-  bool small = !MODIFIED && r_min >= 17 && r_max <= 24;
+  bool small = r_min >= 17 && r_max <= 24;
+  if constexpr (MODIFIED) small = small && only_bias(warp.args->problem.modifiers);
   if (small) {
     const int bias = 1 << (r_min + 5);
     uint32_t above = 0;
@@ -277,17 +306,16 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
       for (int i = 0; i < 4; ++i) above |= static_cast<uint32_t>(acc(kGroupHi, n, i) + bias);
     small = __all_sync(kFullWarp, above >> (r_min + 6) == 0);
   }
-  if (!small) {
+  const auto finish_carefully = [&] {
     Dots dots;
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, n, i);
     finish_block_careful<GIVEN, MODIFIED>(dots, warp, rows, block, lane, row_max);
-    return;
-  }
+  };
+  if (!small) return finish_carefully();
 
-  constexpr int32_t kNone = INT32_MIN;  // a masked pair; scores of this path are above -2^30
   int32_t s[4][4], top[2] = {kNone, kNone};
   const int shift[2] = {score_shift(rows.exponent[0], 0, kHighest.operand_bits) + 7,
                         score_shift(rows.exponent[1], 0, kHighest.operand_bits) + 7};
@@ -307,6 +335,9 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
         const int key = block.key_base + n * 8 + (lane % 4) * 2 + (i & 1);
         if (key < keys[i >> 1].x || key >= keys[i >> 1].y) s[n][i] = kNone;
       }
+  }
+  if constexpr (MODIFIED) {
+    if (!__all_sync(kFullWarp, add_bias(warp, rows, block, lane, s))) return finish_carefully();
   }
   if constexpr (GIVEN) {
 #pragma unroll
@@ -337,7 +368,7 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
     if (block.distance == nullptr) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Below 2^32: top < 2^30 and s > -2^30 or kNone. A masked pair is at least 2^30 below a real maximum.
+      // Below 2^32: top < 2^30 + 2^29 and s > -top or kNone. A masked pair is at least 2^29 below a real maximum.
       const int h = i & 1, n = (i >> 1) * 2;
       const uint32_t t = static_cast<uint32_t>(top[h]);
       block.distance[i * kWarpSize + lane] =

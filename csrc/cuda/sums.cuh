@@ -266,8 +266,8 @@ struct WeightForming {
 
   // Writes the weights of the fetched distances, shifted, as byte planes. Returns which planes are not all zero, if
   // WANTED.
-  // WANTED. dropped(row, key) has a bit for each of keys key, + 1, + 8, + 9: a weight that is left out of the planes, not
-  // of DEN.
+  // WANTED. dropped(slot, key) has a bit for each of keys key, + 1, + 8, + 9: a weight that is left out of the planes,
+  // not of DEN.
   template <bool WANTED, class Dropped>
   __device__ __forceinline__ unsigned form(Fetched& f, uint8_t* stage, int bucket, bool many, int lane,
                                            const Dropped& dropped) {
@@ -288,7 +288,7 @@ struct WeightForming {
           const uint32_t d[4] = {f.distance[i][b][pair].x, f.distance[i][b][pair].y, f.distance[i][b][pair].z,
                                  f.distance[i][b][pair].w};
           uint32_t low[4], high = 0;
-          const unsigned out = dropped(row[i], next_key + b * kBlockKeys + pair * 16 + lane % 4 * 2);
+          const unsigned out = dropped(i, next_key + b * kBlockKeys + pair * 16 + lane % 4 * 2);
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
             uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base + d[c], kDistanceLimit));

@@ -95,31 +95,48 @@ struct ValueCopies {
   }
 };
 
-// Section 11: which of the keys `key`, + 1, + 8, + 9 one query row leaves out of the sums. Two keys side by side share
-// their random words mostly.
-static __device__ __noinline__ unsigned dropped_keys(const SumsArgs& args, int64_t head, int64_t row, int key) {
-  if (row >= args.shape.rows) return 0;
+// Section 11: which of the keys `key`, + 1, + 8, + 9 a query row leaves out of the sums. Two keys side by side share their
+// random words mostly.
+static __device__ __noinline__ unsigned dropped_keys(const SumsArgs& args, int64_t row_id, int head, int key) {
   const Problem& p = args.problem;
+  const Dropout& d = p.modifiers.dropout;
   unsigned out = 0;
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     int64_t have = -1;
     uint32_t words[4];
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (key + half * 8 + i >= args.shape.keys) break;
-      const Pair at = pair_in_call(p, head, row, key + half * 8 + i);
-      const int64_t id = p.modifiers.dropout.key_id(at.key);
-      if (id >> 2 != have) dropout_words(p, at, id, words);
+      const int64_t id = d.key_id(p.mask.kv_lo + key + half * 8 + i);
+      if (id >> 2 != have) dropout_words(d, row_id, head, id, words);
       have = id >> 2;
-      if (!(words[id & 3] >= p.modifiers.dropout.threshold)) out |= 1u << (half * 2 + i);
+      const uint32_t low = id & 1 ? words[1] : words[0], high = id & 1 ? words[3] : words[2];
+      if (!((id & 2 ? high : low) >= d.threshold)) out |= 1u << (half * 2 + i);
     }
   }
   return out;
 }
+
+// A thread's rows, one a slot of WeightForming.
+template <class Tile>
 struct DroppedPairs {
   const SumsArgs& args;
-  int64_t head, row_base;
-  __device__ __forceinline__ unsigned operator()(int row, int key) const {
-    return dropped_keys(args, head, row_base + row, key);
+  int64_t row_id[WeightForming<Tile>::kSlots];
+  int head[WeightForming<Tile>::kSlots];
+
+  __device__ __forceinline__ DroppedPairs(const SumsArgs& a, const SumsWork<Tile>& work, int warp, int lane) : args(a) {
+    const Problem& p = args.problem;
+#pragma unroll
+    for (int i = 0; i < WeightForming<Tile>::kSlots; ++i) {
+      const int64_t row = work.row_base + (warp * WeightForming<Tile>::kSlots + i) * 8 + lane / 4;
+      const Pair at = args.pair_of(work.head, min(row, args.shape.rows - 1), 0);
+      row_id[i] = p.modifiers.dropout.row_id(at.batch, at.query, p.q_len);
+      head[i] = static_cast<int>(at.head);
+    }
+  }
+  __device__ __forceinline__ unsigned operator()(int slot, int key) const {
+    return dropped_keys(args, row_id[slot], head[slot], key);
   }
 };
 
@@ -141,7 +158,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
     const ValueCopies<Tile> values(args, work, value_shared, threadIdx.x - Tile::kMultiplyThreads);
     if constexpr (DROPOUT) {
       run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values,
-                        DroppedPairs{args, work.head, work.row_base}, warp - kSumWarps, lane);
+                        DroppedPairs<Tile>(args, work, warp - kSumWarps, lane), warp - kSumWarps, lane);
     } else {
       run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values, NoneDropped(), warp - kSumWarps,
                         lane);
