@@ -164,7 +164,7 @@ def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="main", help="which cases (default main)")
     parser.add_argument("--repeats", type=int, default=15, help="most calls of a contestant in a case (default 15)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="time to measure a case in, about (default 6)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time to measure a case in, about (default 5)")
     parser.add_argument("--output", metavar="FILE", help="append the tables here, e.g. benchmarks/RESULTS.md")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries this script out")
     return parser.parse_args()
