@@ -244,7 +244,7 @@ def times(call, sets, count, device, head_start):
 
 
 def extra_memory(call, qkv, device):
-    """Peak MB of one call beyond its inputs and output."""
+    """Peak MB of one call beyond its inputs and outputs."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()
@@ -252,7 +252,9 @@ def extra_memory(call, qkv, device):
     before = torch.cuda.memory_allocated()
     out = call(*qkv)
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()) / 1e6
+    results = out if isinstance(out, tuple) else (out,)
+    own = sum(x.numel() * x.element_size() for x in results)
+    return (torch.cuda.max_memory_allocated() - before - own) / 1e6
 
 
 def prepare(kernel, contestant, case, sets, device, outputs):

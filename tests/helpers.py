@@ -6,10 +6,8 @@ In: tensors and the loaded kernel. Out: dicts of tensors by the contract's names
 import contextlib
 import functools
 import hashlib
-import re
 
 import numpy as np
-import pytest
 import torch
 
 import generators
@@ -41,18 +39,6 @@ def paths(kernel, device):
     return tuple(p for p in ALL_PATHS[device] if p == "auto" or path_is_there(kernel, device, p))
 
 
-def has_backward(kernel, device):
-    """Whether the device has a backward pass that takes modifiers. Any other refusal is a failure."""
-    x = torch.zeros(1, 1, 1, 8, device=device, requires_grad=True)
-    try:
-        kernel.det_attn(x, x, x, softcap=1.0).sum().backward()
-    except RuntimeError as error:
-        if "not in this build" in str(error) or "not implemented" in str(error):
-            return False
-        raise
-    return True
-
-
 @contextlib.contextmanager
 def threads(count):
     """torch's number of CPU threads within the block."""
@@ -73,17 +59,6 @@ def every_modifier(Q, K):
     rows = torch.arange(q_len, device=device).expand(batch, q_len).contiguous()
     scores = (bias, slopes, ranges, 30.0, 4, 3)
     return (*scores, 0.5, -3, 1, 2, 3, rows, torch.arange(kv_len, device=device) * 7)
-
-
-@contextlib.contextmanager
-def backward_if_there(device):
-    """Skips the test where the backward pass in the block is one that CUDA lacks so far."""
-    try:
-        yield
-    except RuntimeError as error:
-        if device != "cuda" or not re.search("on CUDA (is not in this build|yet)", str(error)):
-            raise
-        pytest.skip(str(error).splitlines()[0])
 
 
 def tensor(x):

@@ -53,6 +53,7 @@ def check(kernel, inputs, what="", layout="dense", repeat=1, **how):
     """Every path against the CPU on the same numbers in the same layout; `inputs` are on the CPU."""
     expected = results(kernel, [lay_out(x, layout) for x in inputs], **how)
     on_device = [lay_out(x.cuda(), layout) for x in inputs]
+    how = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in how.items()}
     for path in paths(kernel, "cuda"):
         for _ in range(repeat):
             compare(results(kernel, on_device, path=path, **how), expected, f"{what} {path}")
@@ -84,7 +85,7 @@ def test_heads_and_rows_in_rounds(kernel, B, heads, Sq, Skv, D, causal, precisio
     check(kernel, inputs, causal=causal, precision=precision, part=(70, 190), staged=Sq * Skv < 10**7)
 
 
-@pytest.mark.parametrize("need", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)])
+@pytest.mark.parametrize("need", [(True, False, False), (False, True, False), (False, False, True), (True, True, False)])
 def test_only_what_is_wanted(kernel, need):
     inputs = with_gradient(make("normal", heads=(4, 2), Sq=150, Skv=170, D=72, seed=42))
     expected = results(kernel, inputs, staged=False)
@@ -159,20 +160,24 @@ def test_gradients_of_any_size(kernel, family, exponent, precision):
     check(kernel, (Q, K, V * 4, dO), precision=precision, causal=True, part=(3, 90))
 
 
-@pytest.mark.parametrize("q_offset, scale", [(0, None), (-10, 0.5), (100, -2.0), (3, 0.0), (5, 1e30), (5, 1e-30), (5, 1e300)])
+SCALES = [(0, None), (-10, 0.5), (100, -2.0), (3, 0.0), (5, 1e30), (5, 1e-30), (5, 1e300)]
+
+
+@pytest.mark.parametrize("q_offset, scale", SCALES)
 def test_offsets_and_scales(kernel, q_offset, scale):
     inputs = with_gradient(make("normal", heads=(4, 2), Sq=100, Skv=130, D=32, seed=47))
     check(kernel, inputs, causal=True, scale=scale, q_offset=q_offset)
 
 
+WINDOWS = [dict(window=(40, 0)), dict(window=(-1, 70)), dict(window=(100, 30), causal=True, part=(90, 300))]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("how", [dict(window=(40, 0)), dict(window=(-1, 70)), dict(window=(100, 30), causal=True, part=(90, 300))])
+@pytest.mark.parametrize("how", WINDOWS)
 def test_windows(kernel, how, precision):
     """Keys that begin after the first: forward and backward of whichever path takes them."""
     inputs = with_gradient(make("normal", B=2, heads=(4, 2), Sq=300, Skv=420, D=72, seed=57))
-    expected = results(kernel, inputs, precision=precision, **how)
-    for path in ("auto", "reference"):
-        compare(results(kernel, [x.cuda() for x in inputs], path=path, precision=precision, **how), expected, path)
+    check(kernel, inputs, precision=precision, **how)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -182,10 +187,74 @@ def test_key_ranges(kernel, precision):
     ranges = tensor(generators.integers(58, 1, (2, 300, 2), -5, 430)).to(torch.int32)
     ranges[:, ::9] = torch.tensor([0, 420], dtype=torch.int32)
     ranges[0, 64:192] = 0  # whole tiles of queries without a key
-    expected = results(kernel, inputs, precision=precision, key_ranges=ranges)
-    for path in ("auto", "reference"):
-        found = results(kernel, [x.cuda() for x in inputs], path=path, precision=precision, key_ranges=ranges.cuda())
-        compare(found, expected, path)
+    check(kernel, inputs, precision=precision, key_ranges=ranges)
+
+
+def bias_of(seed, shape, bad=()):
+    """Normal numbers, a third of them -inf, and a few of each of `bad`."""
+    bias = tensor(generators.normal(seed, 59, shape))
+    bias[tensor(generators.integers(seed, 60, shape, 0, 3)) == 0] = -float("inf")
+    for n, x in enumerate(bad):
+        bias.view(-1)[n :: bias.numel() // 5] = x
+    return bias
+
+
+# Each modifier alone, so that the others' code is skipped, and all at once.
+MODIFIERS = {
+    "bias": lambda heads, Sq, Skv: dict(attn_bias=bias_of(1, (heads, Sq, Skv)), causal=True),
+    "bias not finite": lambda heads, Sq, Skv: dict(
+        attn_bias=bias_of(2, (1, Sq, Skv), (float("nan"), float("inf"))).bfloat16(), part=(3, Skv - 5)
+    ),
+    "bool of keys": lambda heads, Sq, Skv: dict(attn_bias=bias_of(3, (Skv,)) > -1, part=(64, Skv)),
+    "softcap": lambda heads, Sq, Skv: dict(softcap=0.75),
+    "softcap tiny": lambda heads, Sq, Skv: dict(softcap=2.0**-26, causal=True),
+    "alibi": lambda heads, Sq, Skv: dict(alibi_slopes=2.0 ** -torch.arange(1.0, heads + 1), part=(1, Skv - 1)),
+    "alibi not finite": lambda heads, Sq, Skv: dict(
+        alibi_slopes=torch.where(torch.arange(heads) == 1, float("inf"), 0.125), causal=True
+    ),
+    "dropout": lambda heads, Sq, Skv: dict(dropout_p=0.3, dropout_seed=61),
+    "dropout of nearly everything": lambda heads, Sq, Skv: dict(dropout_p=1 - 2.0**-9, dropout_seed=62, causal=True),
+    "dropout of everything": lambda heads, Sq, Skv: dict(dropout_p=1.0, dropout_seed=63),
+    "together": lambda heads, Sq, Skv: dict(
+        attn_bias=bias_of(4, (heads, 1, Skv)), softcap=2.0, alibi_slopes=torch.full((heads,), 0.01), dropout_p=0.25,
+        dropout_seed=64, window=(Skv // 2, 9), part=(7, Skv - 3),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("D", [64, 128, 200])
+@pytest.mark.parametrize("case", MODIFIERS)
+def test_modifiers(kernel, case, D, precision):
+    """Many tiles, of each size that the pairs kernel has under modifiers."""
+    inputs = with_gradient(make("normal", B=2, heads=(4, 2), Sq=290, Skv=420, D=D, seed=65))
+    check(kernel, inputs, case, precision=precision, **MODIFIERS[case](4, 290, 420))
+
+
+@pytest.mark.parametrize("family", generators.FAMILIES)
+@pytest.mark.parametrize("exponent", [-140, 0, 120])
+@pytest.mark.parametrize("case", ["bias", "together"])
+def test_gradients_of_any_size_under_modifiers(kernel, case, exponent, family):
+    Q, K, V, dO = with_gradient(make(family, heads=(4, 2), Sq=90, Skv=100, D=48, seed=66))
+    dO = tensor(generators.scaled(dO.numpy(), exponent))
+    check(kernel, (Q, K, V * 4, dO), case, **MODIFIERS[case](4, 90, 100))
+
+
+@pytest.mark.parametrize("Sq,Skv", [(9000, 8900), (5, 70000)])
+def test_heads_in_strips_under_modifiers(kernel, Sq, Skv):
+    """Pairs that are computed twice, in strips; few rows and many keys."""
+    inputs = with_gradient(make("normal", heads=(2, 1), Sq=Sq // 2, Skv=Skv, D=8, seed=67))
+    check(kernel, inputs, staged=False, **MODIFIERS["together"](2, Sq // 2, Skv))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("case", ["bias", "together"])
+def test_special_values_under_modifiers(kernel, case, where, bad):
+    """In a row, or a key that some rows attend and others do not."""
+    inputs = [x.clone() for x in with_gradient(make("normal", heads=(4, 2), Sq=140, Skv=150, D=64, seed=68))]
+    inputs[where][0, 1, 100, 3] = bad
+    check(kernel, inputs, case, **MODIFIERS[case](4, 140, 150))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -259,7 +328,8 @@ def test_strides_of_zero_and_interleaved_projections(kernel):
     same = [x[:1, :1, :1].expand(x.shape) for x in inputs]
     expected = results(kernel, [x.contiguous() for x in same], causal=True)
     for path in paths(kernel, "cuda"):
-        compare(results(kernel, [x[:1, :1, :1].cuda().expand(x.shape) for x in same], causal=True, path=path), expected, path)
+        on_device = [x[:1, :1, :1].cuda().expand(x.shape) for x in same]
+        compare(results(kernel, on_device, causal=True, path=path), expected, path)
 
 
 # ---- Runs, streams, graphs -------------------------------------------------------------------------------------------

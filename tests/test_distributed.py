@@ -106,19 +106,11 @@ def check(team, kernel, size, inputs, by_rank, how, expected, named=None, grid=N
     names = ("out", "dq", "dk", "dv")
     layout = {"named": True, "layout": named} if named else {}
     rows = [{"rows": own} for own in by_rank]
-    case = dict(by_rank=rows, inputs=inputs, grid=grid, **layout, **how)
-    answers = team.run(size, "attend", **case)
-    lacking = [x.text for x in answers if isinstance(x, ranks.Raised) and "backward pass on CUDA yet" in x.text]
-    if len(lacking) < size:
-        lacking, answers = [], team.checked(answers)
-    else:
-        answers = team.results(size, "attend", backward=False, **case)
+    answers = team.results(size, "attend", rows, inputs=inputs, grid=grid, **layout, **how)
     for rank, (own, answer) in enumerate(zip(by_rank, answers)):
         for name, found, all_rows in zip(names, answer, expected):
             index = torch.tensor(own[0] if name in ("out", "dq") else own[1], dtype=torch.int64)
             assert_same_bits(ranks.tensor_of(found), all_rows[:, :, index], f"{name} of rank {rank} of {size}")
-    if lacking:
-        pytest.skip(f"only the forward pass was compared: {lacking[0].splitlines()[0]}")
 
 
 def same(team, kernel, size, inputs, layout, method, seed=0, distributed=None, **how):

@@ -15,7 +15,6 @@ from conftest import assert_same_bits
 from helpers import (
     assert_same_boundaries,
     every_modifier,
-    has_backward,
     kernel_boundaries,
     make,
     oracle_boundaries,
@@ -91,7 +90,7 @@ CASES = cases(2, 4, 33, 150)
 
 
 def check(kernel, device, inputs, how):
-    """Every boundary on every path against the oracle, forward and, where the device has it, backward."""
+    """Every boundary on every path against the oracle, forward and backward."""
     Q, K, V, dO = inputs
     precision = how.get("precision", "highest")
     expected = oracle_boundaries(Q, K, V, **how)
@@ -99,21 +98,21 @@ def check(kernel, device, inputs, how):
     on_device = to(device, how)
     for path in paths(kernel, device):
         assert_same_boundaries(kernel_boundaries(kernel, q, k, v, path=path, **on_device), expected)
-    if not has_backward(kernel, device):
-        return
     wanted = oracle.gradients(*inputs, **how)
     references = [oracle.public_reference(r, g) for r, g in zip(wanted[3:], wanted[:3])]
-    found = gradients(lambda *x: kernel.det_attn(*x, **on_device), q, k, v, do)
-    for name, x, y in zip(NAMES, found, wanted):
-        assert_same_bits(x, y, f"fused {name}")
     given = (q, k, v, do, *(expected[name].to(device) for name in ("out", "rowmax", "DEN")))
-    for name, x, y in zip("ABC", kernel.grad_reference(*given, **on_device), references):
-        assert_same_bits(x, y, name)
-    references = [tensor(x).to(device) for x in references]
-    sums = kernel.grad_accumulate(*given, *references, **on_device)
-    for name, total, reference, kind, y in zip(NAMES, sums, references, ("query", "key", "value"), wanted):
-        x = kernel.grad_finalize(total, reference, kind, precision=precision)
-        assert_same_bits(x, y, f"staged {name}")
+    given_references = [tensor(x).to(device) for x in references]
+    for path in paths(kernel, device):
+        on_path = dict(path=path, **on_device)
+        found = gradients(lambda *x: kernel.det_attn(*x, **on_path), q, k, v, do)
+        for name, x, y in zip(NAMES, found, wanted):
+            assert_same_bits(x, y, f"{path}: fused {name}")
+        for name, x, y in zip("ABC", kernel.grad_reference(*given, **on_path), references):
+            assert_same_bits(x, y, f"{path}: {name}")
+        sums = kernel.grad_accumulate(*given, *given_references, **on_path)
+        for name, total, reference, kind, y in zip(NAMES, sums, given_references, ("query", "key", "value"), wanted):
+            x = kernel.grad_finalize(total, reference, kind, precision=precision)
+            assert_same_bits(x, y, f"{path}: staged {name}")
 
 
 def gradients(call, *inputs):
@@ -153,17 +152,16 @@ def test_ragged_shapes_meet_the_oracle(kernel, device, sizes):
 
 
 def test_backward_beyond_the_kept_pairs_meets_the_small_calls(kernel, device):
-    """So many pairs that p and ds are computed again for dK and dV, with keys as rows: the same bytes as in parts."""
-    if not has_backward(kernel, device):
-        pytest.skip("backward on CUDA is not in this build")
+    """So many pairs that p and ds are computed again on the CPU, with keys as rows: the same bytes as in parts."""
     Q, K, V, dO = (x.to(device) for x in with_gradient("normal", heads=(2, 1), Sq=1100, Skv=8200, D=8))
     bias = holes(real(9, 1, 1, 1, 8200)).to(device)
     slopes = torch.tensor([0.5, 0.25], device=device)
     how = dict(attn_bias=bias, window=(3000, 700), softcap=2.0, alibi_slopes=slopes, dropout_p=0.5, dropout_seed=3)
-    whole = gradients(lambda *x: kernel.det_attn(*x, **how), Q, K, V, dO)
     parts = gradients(lambda *x: kernel.det_attn_sharded(*x, [2000, 5, 3195, 3000], **how), Q, K, V, dO)
-    for name, x, y in zip(NAMES, whole, parts):
-        assert_same_bits(x, y, name)
+    for path in paths(kernel, device):
+        whole = gradients(lambda *x: kernel.det_attn(*x, path=path, **how), Q, K, V, dO)
+        for name, x, y in zip(NAMES, whole, parts):
+            assert_same_bits(x, y, f"{path}: {name}")
 
 
 # ---- Shards, permutations, splits -----------------------------------------------------------------------------------
@@ -176,10 +174,9 @@ def test_any_shards_of_the_keys_give_the_same_bytes(kernel, device, case, splits
     how = to(device, CASES[case])
     expected = kernel.det_attn(*inputs[:3], **how)
     assert_same_bits(kernel.det_attn_sharded(*inputs[:3], splits, **how), expected)
-    if has_backward(kernel, device):
-        found = gradients(lambda *x: kernel.det_attn_sharded(*x, splits, **how), *inputs)
-        for x, y in zip(found, gradients(lambda *x: kernel.det_attn(*x, **how), *inputs)):
-            assert_same_bits(x, y)
+    found = gradients(lambda *x: kernel.det_attn_sharded(*x, splits, **how), *inputs)
+    for x, y in zip(found, gradients(lambda *x: kernel.det_attn(*x, **how), *inputs)):
+        assert_same_bits(x, y)
 
 
 def test_permuted_keys_with_their_bias_and_ids_give_the_same_bytes(kernel, device):
@@ -225,10 +222,9 @@ def test_key_ranges_equal_a_mask_of_each_row(kernel, device):
     mask = ((j >= ranges[..., :1]) & (j < ranges[..., 1:]))[:, None]
     ranged, masked = dict(key_ranges=ranges.to(device)), dict(attn_bias=mask.to(device))
     assert_same_bits(kernel.det_attn(*inputs[:3], **ranged), kernel.det_attn(*inputs[:3], **masked))
-    if has_backward(kernel, device):
-        found = [gradients(lambda *x: kernel.det_attn(*x, **how), *inputs) for how in (ranged, masked)]
-        for x, y in zip(*found):
-            assert_same_bits(x, y)
+    found = [gradients(lambda *x: kernel.det_attn(*x, **how), *inputs) for how in (ranged, masked)]
+    for x, y in zip(*found):
+        assert_same_bits(x, y)
 
 
 def test_padding_by_ranges_equals_the_sequences_alone(kernel, device):
@@ -309,11 +305,10 @@ def test_output_and_gradients_are_those_of_float64_autograd(kernel, device, case
     kept = kept.to(device)
     exact = reference(*inputs[:3], how, kept)
     assert (kernel.det_attn(*inputs[:3], **how) - exact).abs().max() < 1e-6
-    if has_backward(kernel, device):
-        leaves = [x.double().requires_grad_() for x in inputs[:3]]
-        wanted = torch.autograd.grad(reference(*leaves, how, kept), leaves, inputs[3].double())
-        for name, x, y in zip(NAMES, gradients(lambda *x: kernel.det_attn(*x, **how), *inputs), wanted):
-            assert (x - y).abs().max() < 4e-6, name
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    wanted = torch.autograd.grad(reference(*leaves, how, kept), leaves, inputs[3].double())
+    for name, x, y in zip(NAMES, gradients(lambda *x: kernel.det_attn(*x, **how), *inputs), wanted):
+        assert (x - y).abs().max() < 4e-6, name
 
 
 def test_softcap_is_tanh_and_odd(kernel):
@@ -416,9 +411,8 @@ def test_compiled_calls_give_the_same_bytes(kernel, device, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     assert_same_bits(compiled(*inputs[:3]), call(*inputs[:3]))
-    if has_backward(kernel, device):
-        for x, y in zip(gradients(compiled, *inputs), gradients(call, *inputs)):
-            assert_same_bits(x, y)
+    for x, y in zip(gradients(compiled, *inputs), gradients(call, *inputs)):
+        assert_same_bits(x, y)
 
 
 # ---- Refusals -------------------------------------------------------------------------------------------------------
@@ -511,11 +505,15 @@ def test_a_learned_bias_is_refused_by_the_op_too(kernel):
         out.sum().backward()
 
 
+BOUNDARIES = ("out", "rowmax", "DEN", "rowmax of a part", "NUM", "DEN of a part", *NAMES, "A", "B", "C")
+BOUNDARIES += ("sum of dQ", "sum of dK", "sum of dV")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("block", range(6))
 def test_tiles_on_cuda_under_modifiers(kernel, block, precision):
-    """Rows and keys over many tiles, some without a key: every path against the CPU."""
+    """Rows and keys over many tiles, some without a key, forward and backward: every path against the CPU."""
     for seed in range(10 * block, 10 * block + 10):
         pick = iter(generators.integers(seed, 9200, (40,), 0, 2**31).tolist())
 
@@ -539,21 +537,31 @@ def test_tiles_on_cuda_under_modifiers(kernel, block, precision):
         if choose(0, 0, 1):
             bias = holes(real(seed, B, 1, Sq, Skv), seed)
             how["attn_bias"] = choose(bias, bias.bfloat16(), bias > -1)
+        if choose(0, 0, 1) and "attn_bias" in how and how["attn_bias"].dtype is not torch.bool:
+            how["attn_bias"].view(-1)[:: choose(97, 7919)] = choose(math.nan, math.inf)
         dropout = dict(dropout_p=0.3, dropout_seed=seed) if choose(0, 0, 1) else {}
         lo = next(pick) % (Skv + 1)
         part = (lo, lo + next(pick) % (Skv - lo + 1))
 
         def boundaries(q, k, v, device, path):
             call, drop = to(device, how), dict(path=path, **dropout)
-            out, state = kernel.det_attn(q, k, v, return_state=True, **call, **drop)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out, state = kernel.det_attn(*leaves, return_state=True, **call, **drop)
+            grad = dO.to(device)
+            out.backward(grad)
+            given = (q, k, v, grad, out.detach(), state.rowmax, state.den)
             causal = call.pop("causal")
             maxima = kernel.rowmax(q, k, causal, None, *part, path=path, **call)
             sums = kernel.accumulate(q, k, v, state.rowmax, causal, None, *part, **call, **drop)
-            return (out, state.rowmax, state.den, maxima, *sums)
+            references = kernel.grad_reference(*given, causal, None, *part, **call, **drop)
+            parts = kernel.grad_accumulate(*given, *references, causal, None, *part, **call, **drop)
+            fused = (out.detach(), state.rowmax, state.den)
+            return (*fused, maxima, *sums, *(x.grad for x in leaves), *references, *parts)
 
+        dO = tensor(generators.normal(seed + 77, 900, inputs[0].shape))
         expected = boundaries(*inputs, "cpu", "auto")
         on_device = [x.cuda() for x in inputs]
         for path in paths(kernel, "cuda"):
             found = boundaries(*on_device, "cuda", path)
-            for name, x, y in zip(("out", "rowmax", "DEN", "rowmax of a part", "NUM", "DEN of a part"), found, expected):
+            for name, x, y in zip(BOUNDARIES, found, expected):
                 assert_same_bits(x, y, f"seed {seed}, {Sq} {Skv} {D} {heads} {dtype} {sorted(how)} {path}: {name}")

@@ -11,7 +11,7 @@ import torch
 
 import generators
 from conftest import assert_same_bits
-from helpers import has_backward, tensor
+from helpers import paths, tensor
 
 LENGTHS = [(5, 9), (0, 4), (40, 40), (1, 130), (7, 0), (33, 20)]
 HEADS = (4, 2)
@@ -58,32 +58,51 @@ CASES = {
 def test_packed_sequences_give_the_bytes_of_each_alone(kernel, device, case):
     q, k, v, dO, cu_q, cu_k = packed(device=device)
     how = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in CASES[case].items()}
-    gradients = has_backward(kernel, device)
-    expected = alone(lambda *x: kernel.det_attn(*x[:3], **how), LENGTHS, q, k, v, dO if gradients else None)
-    leaves = [x.clone().requires_grad_(gradients) for x in (q, k, v)]
-    out = kernel.det_attn_varlen(*leaves, cu_q, cu_k, 40, 130, **how)
-    assert_same_bits(out.detach(), expected[0], "out")
-    if gradients:
+    expected = alone(lambda *x: kernel.det_attn(*x[:3], **how), LENGTHS, q, k, v, dO)
+    for path in paths(kernel, device):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = kernel.det_attn_varlen(*leaves, cu_q, cu_k, 40, 130, path=path, **how)
+        assert_same_bits(out.detach(), expected[0], f"{path}: out")
         out.backward(dO.to(out.dtype))
         for name, x, y in zip(("dq", "dk", "dv"), leaves, expected[1:]):
-            assert_same_bits(x.grad, y, name)
+            assert_same_bits(x.grad, y, f"{path}: {name}")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout_is_that_of_sequence_n_as_batch_n(kernel, device, causal):
-    q, k, v, _, cu_q, cu_k = packed(device=device)
+    q, k, v, dO, cu_q, cu_k = packed(device=device)
     drop = dict(dropout_p=0.4, dropout_seed=2**50 + 3)
 
-    def one(Q, K, V, number):
-        n_q, n_k = Q.shape[2], K.shape[2]
-        rows = ((number << 32) + (torch.arange(n_q, device=device) + n_k - n_q & 0xFFFFFFFF))[None].contiguous()
-        rowmax = kernel.rowmax(Q, K, causal)
-        sums = kernel.accumulate(Q, K, V, rowmax, causal, dropout_rows=rows, **drop)
-        return kernel.finalize(*sums, dropout_p=0.4)
+    class Staged(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, Q, K, V, number):
+            n_q, n_k = Q.shape[2], K.shape[2]
+            rows = (number << 32) + (torch.arange(n_q, device=device) + n_k - n_q & 0xFFFFFFFF)
+            ctx.how = dict(causal=causal, dropout_rows=rows[None].contiguous(), **drop)
+            rowmax = kernel.rowmax(Q, K, causal)
+            sums = kernel.accumulate(Q, K, V, rowmax, **ctx.how)
+            out = kernel.finalize(*sums, dropout_p=0.4)
+            ctx.given = (out, rowmax, sums[1])
+            ctx.inputs = (Q, K, V)
+            return out
 
-    expected = alone(one, LENGTHS, q, k, v)
-    found = kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, causal, **drop)
-    assert_same_bits(found, expected[0])
+        @staticmethod
+        def backward(ctx, grad):
+            given = (*ctx.inputs, grad.contiguous(), *ctx.given)
+            references = kernel.grad_reference(*given, **ctx.how)
+            sums = kernel.grad_accumulate(*given, *references, **ctx.how)
+            kinds = ("query", "key", "value")
+            found = [kernel.grad_finalize(s, r, kind) for s, r, kind in zip(sums, references, kinds)]
+            return (*found, None)
+
+    expected = alone(Staged.apply, LENGTHS, q, k, v, dO)
+    for path in paths(kernel, device):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        found = kernel.det_attn_varlen(*leaves, cu_q, cu_k, 40, 130, causal, path=path, **drop)
+        assert_same_bits(found.detach(), expected[0], f"{path}: out")
+        found.backward(dO)
+        for name, x, y in zip(("dq", "dk", "dv"), leaves, expected[1:]):
+            assert_same_bits(x.grad, y, f"{path}: {name}")
     assert not torch.equal(found, kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, causal))
 
 

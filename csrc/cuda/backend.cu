@@ -53,31 +53,22 @@ void accumulate_last(const Context& ctx, const Problem& problem, const double* o
   cuda::tensor_core::accumulate_last(ctx, engine_of(path), problem, others, rowmax, num, den);
 }
 
-// The backward pass knows every mask on every path, and no modifiers yet.
-Path choose_backward_path(const Context& ctx, const Problem& problem) {
-  if (problem.modifiers.any()) {
-    throw std::runtime_error(
-        "det_attn: bias, softcap, ALiBi and dropout are not implemented in the backward pass on CUDA yet");
-  }
-  return choose_path(ctx);
-}
-
 void grad_reference(const Context& ctx, const Gradient& call, int32_t* a, int32_t* b, int32_t* c) {
-  const Path path = choose_backward_path(ctx, call.problem);
+  const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::grad_reference(ctx, call, a, b, c);
   cuda::tensor_core::grad_reference(ctx, call, a, b, c);
 }
 
 void grad_accumulate(const Context& ctx, const Gradient& call, const int32_t* a, const int32_t* b, const int32_t* c,
                      int64_t* dq, int64_t* dk, int64_t* dv) {
-  const Path path = choose_backward_path(ctx, call.problem);
+  const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::grad_accumulate(ctx, call, a, b, c, dq, dk, dv);
   cuda::tensor_core::grad_accumulate(ctx, call, a, b, c, dq, dk, dv);
 }
 
 void backward(const Context& ctx, const Gradient& call, const MutableView& dq, const MutableView& dk,
               const MutableView& dv) {
-  const Path path = choose_backward_path(ctx, call.problem);
+  const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::backward(ctx, call, dq, dk, dv);
   cuda::tensor_core::backward(ctx, call, dq, dk, dv);
 }

@@ -14,9 +14,8 @@ namespace {
 
 constexpr int64_t kPairBytes = int64_t(576) << 20;  // p and ds kept at a time: a head of 8192 x 8192
 constexpr int64_t kLeastInnerRows = 512;            // shorter parts of a sum are not worth adding
-constexpr int64_t kMostInnerRows = 8192;            // what the kernels' accumulators hold
 
-int64_t strip_bytes(const Shape& s, int64_t rows) { return rows * s.keys_pad * 2 * static_cast<int64_t>(sizeof(float)); }
+int64_t strip_bytes(const Shape& s, int64_t rows) { return rows * s.keys_pad * int64_t(2 * sizeof(float)); }
 
 Strip all_rows(const Shape& s) { return Strip{0, s.heads, 0, s.rows_pad}; }
 
@@ -39,7 +38,7 @@ Pairs pairs_workspace(const BackwardCall& b, const Strips& strips) {
 
 void run_pairs(const BackwardCall& b, const Strip& strip, const Pairs& pairs, const References& references) {
   if (strip.heads * strip.rows == 0 || b.shape.keys == 0) return;
-  b.engine.pairs(b.ctx, PairsArgs{b.shape, b.query, b.grad, b.key, b.value, b.state, strip, pairs, references});
+  b.engine.pairs(b.ctx, PairsArgs{b.call.problem, b.shape, b.query, b.grad, b.key, b.value, b.state, strip, pairs, references});
 }
 
 // Inner rows of one CTA: enough parts to fill the device a few times, each worth its additions.
@@ -59,9 +58,9 @@ void run_sums(const BackwardCall& b, const Strip& strip, const Pairs& pairs, con
   if (args.job_count == 0) return;
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, b.ctx.device), "cudaDeviceGetAttribute");
-  // Inner rows of all CTAs, if one has 64 sum rows and 128 dims.
-  const int64_t inner = args.job_count * strip.heads * (strip.rows / kPairStep) * ceil_div(s.value_dims_pad, 128) * s.keys;
-  const int64_t wanted = inner / (3 * processors);
+  // Inner rows of all CTAs, if one has 64 sum rows and 128 dims; then three CTAs a processor.
+  const int64_t ctas = args.job_count * strip.heads * (strip.rows / kPairStep) * ceil_div(s.value_dims_pad, 128);
+  const int64_t wanted = ctas * s.keys / (3 * processors);
   args.split_keys = part_of(s.keys, wanted);
   args.split_rows = part_of(strip.rows, wanted);
   b.engine.sums(b.ctx, args);
@@ -165,8 +164,10 @@ void run_backward(const BackwardCall& b, const MutableView& dq, const MutableVie
       run_pairs(b, strip, pairs, strips.whole ? references : References{});
       run_sums(b, strip, pairs, jobs);
     });
-    for (int i = 0; i < 3; ++i)
-      if (jobs[i].digits != nullptr) round_gradient(b.ctx, p, s, jobs[i], found[i], heads, i == 0 ? p.scale : 1.0, *out[i]);
+    for (int i = 0; i < 3; ++i) {
+      const double scale = i == 0 ? p.scale : 1.0;
+      if (jobs[i].digits != nullptr) round_gradient(b.ctx, p, s, jobs[i], found[i], heads, scale, *out[i]);
+    }
   }
 }
 
@@ -176,7 +177,12 @@ namespace {
 
 struct TensorCores : GradientEngine {
   void pairs(const Context& ctx, const PairsArgs& args) const override {
-    (args.shape.planes == 3 ? launch_pairs_highest : launch_pairs_high)(ctx, args);
+    const bool highest = args.shape.planes == 3;
+    if (args.problem.modifiers.any()) {
+      (highest ? launch_pairs_modified_highest : launch_pairs_modified_high)(ctx, args);
+    } else {
+      (highest ? launch_pairs_highest : launch_pairs_high)(ctx, args);
+    }
   }
   void sums(const Context& ctx, GradientSumsArgs args) const override {
     (args.shape.planes == 3 ? launch_gradient_sums_highest : launch_gradient_sums_high)(ctx, args);

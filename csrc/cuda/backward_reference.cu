@@ -14,8 +14,9 @@ struct ReferenceEngine : GradientEngine {
     const dim3 grid(grid_of(args.strip.heads * (args.strip.rows / kQueries)),
                     static_cast<unsigned>(ceil_div(args.shape.keys_pad, kPairSlab)));
     const int bytes = static_cast<int>(sizeof(PairsShared));
-    allow_shared(pairs_kernel, bytes);
-    pairs_kernel<<<grid, kThreads, bytes, stream_of(ctx)>>>(args, rows, precision);
+    const auto kernel = args.problem.modifiers.any() ? pairs_kernel<true> : pairs_kernel<false>;
+    allow_shared(kernel, bytes);
+    kernel<<<grid, kThreads, bytes, stream_of(ctx)>>>(args, rows, precision);
     check_launch("reference pairs_kernel");
   }
   void sums(const Context& ctx, GradientSumsArgs args) const override {

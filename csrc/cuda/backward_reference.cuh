@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gradients.cuh"
+#include "modified_pairs.cuh"
 #include "scores_reference.cuh"
 
 namespace det_attn::cuda::reference {
@@ -21,17 +22,27 @@ struct PairsShared {
   int32_t a[kQueries], b[kKeys], c[kKeys];
 };
 
-// p of the thread's pairs, from the scores' dots.
-__device__ inline float pair_probability(const RowState& row, int64_t dot, int ek, int64_t key, Precision precision) {
-  if (key < row.begin || key >= row.end) return 0.0f;
-  const int64_t s = score_of(dot, score_shift(row.query_exponent, ek, precision.operand_bits));
-  return probability_of(weight_of(row.maximum - s, precision.weight_bits), row.inverse);
+// Out of line: calls without modifiers do not come here.
+static __device__ __noinline__ ModifiedPair modify_pair(const Problem& p, int64_t head, int64_t row, int64_t key,
+                                                        int64_t s) {
+  return modified_pair(p, head, row, key, s);
 }
-__device__ inline float pair_term(const RowState& row, int64_t dot, int ev, float p, Precision precision) {
-  const double unit = pow2(row.grad_exponent + ev - 2 * (precision.operand_bits - 1));
-  return score_term_of(p != 0.0f, p, score_gradient_of(__ll2float_rn(dot), unit), row.delta);
+// What a pair's p and dP are multiplied by.
+static __device__ __noinline__ float dropout_factor(const Problem& p, int64_t head, int64_t row, int64_t key) {
+  if (!p.modifiers.dropout.on) return 1.0f;
+  return is_kept(p, pair_in_call(p, head, row, key)) ? p.modifiers.dropout.rescale : 0.0f;
 }
 
+// p and dP of a pair, from its two dots, before any dropout.
+__device__ inline float pair_probability(const RowState& row, int64_t distance, Precision precision) {
+  return probability_of(weight_of(distance, precision.weight_bits), row.inverse);
+}
+__device__ inline float pair_gradient(const RowState& row, int64_t dot, int ev, Precision precision) {
+  const double unit = pow2(row.grad_exponent + ev - 2 * (precision.operand_bits - 1));
+  return score_gradient_of(__ll2float_rn(dot), unit);
+}
+
+template <bool MODIFIED>
 __global__ void __launch_bounds__(kThreads, 1)
     pairs_kernel(const __grid_constant__ PairsArgs args, const __grid_constant__ BackwardRows in, Precision precision) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -55,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int keys = static_cast<int>(min(static_cast<int64_t>(kKeys), s.keys - key0));
     const int64_t first_row = head * s.rows + row0, first_key = head * in.kv_len + in.kv_lo + key0;
     if (threadIdx.x < kKeys) shared.b[threadIdx.x] = shared.c[threadIdx.x] = kNoTerm;
-    float p[kThreadKeys][kThreadRows];
+    float p[kThreadKeys][kThreadRows], slope[kThreadKeys][kThreadRows];
     int2 exponents[kThreadKeys];
     score_dots(shared.scores, in.q.integers + first_row * in.q.pitch, rows, in.k.integers + first_key * in.k.pitch,
                keys, in.q.pitch);
@@ -63,9 +74,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int c = 0; c < kThreadKeys; ++c) {
       exponents[c] = args.state.key_exponents[head * s.keys_pad + key0 + pair_index(tx, c)];
 #pragma unroll
-      for (int a = 0; a < kThreadRows; ++a)
-        p[c][a] = pair_probability(shared.rows[kThreadRows * ty + a], shared.scores.dots[c][a][threadIdx.x],
-                                   exponents[c].x, key0 + pair_index(tx, c), precision);
+      for (int a = 0; a < kThreadRows; ++a) {
+        const RowState& row = shared.rows[kThreadRows * ty + a];
+        const int64_t key = key0 + pair_index(tx, c);
+        p[c][a] = 0.0f, slope[c][a] = 1.0f;
+        if (key < row.begin || key >= row.end) continue;
+        const int64_t score = score_of(shared.scores.dots[c][a][threadIdx.x],
+                                 score_shift(row.query_exponent, exponents[c].x, precision.operand_bits));
+        int64_t distance = row.maximum - score;
+        if constexpr (MODIFIED) {
+          const ModifiedPair pair = modify_pair(args.problem, head, row0 + kThreadRows * ty + a, key, score);
+          distance = modified_distance(row.maximum, pair.score), slope[c][a] = pair.slope;
+        }
+        p[c][a] = pair_probability(row, distance, precision);
+      }
     }
     score_dots(shared.scores, in.grad.integers + first_row * in.grad.pitch, rows,
                in.v.integers + first_key * in.v.pitch, keys, in.grad.pitch);
@@ -75,16 +97,24 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int a = 0; a < kThreadRows; ++a) {
         const int row = kThreadRows * ty + a, key = pair_index(tx, c);
         const RowState& state = shared.rows[row];
-        const float ds = pair_term(state, shared.scores.dots[c][a][threadIdx.x], exponents[c].y, p[c][a], precision);
+        float gradient = pair_gradient(state, shared.scores.dots[c][a][threadIdx.x], exponents[c].y, precision);
+        float weight = p[c][a];  // of dO
+        if constexpr (MODIFIED) {
+          const bool attended = key0 + key >= state.begin && key0 + key < state.end;
+          const float factor = attended ? dropout_factor(args.problem, head, row0 + row, key0 + key) : 0.0f;
+          gradient = dropped(gradient, factor), weight = dropped(weight, factor);
+        }
+        float ds = score_term_of(p[c][a] != 0.0f, p[c][a], gradient, state.delta);
+        if constexpr (MODIFIED) ds = mul_f32(ds, slope[c][a]);
         if (args.pairs.p != nullptr) {
           const int64_t at = args.pairs.element(args.strip, head, row0 + row, key0 + key);
-          reinterpret_cast<float*>(args.pairs.p)[at] = p[c][a];
+          reinterpret_cast<float*>(args.pairs.p)[at] = weight;
           reinterpret_cast<float*>(args.pairs.ds)[at] = ds;
         }
         if (args.references.a != nullptr) {
           atomicMax(&shared.a[row], term_exponent(ds) + exponents[c].x);
           atomicMax(&shared.b[key], term_exponent(ds) + state.query_exponent);
-          atomicMax(&shared.c[key], term_exponent(p[c][a]) + state.grad_exponent);
+          atomicMax(&shared.c[key], term_exponent(weight) + state.grad_exponent);
         }
       }
     __syncthreads();

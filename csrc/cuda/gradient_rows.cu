@@ -1,6 +1,7 @@
 // The backward pass around its products (docs/contract.md sections 7 and 8): what is known of rows and keys, transposed
 // byte planes, the references that special values set, and the rounding of the sums.
 #include "gradients.cuh"
+#include "modified_pairs.cuh"
 #include "paths.h"
 
 namespace det_attn::cuda {
@@ -136,6 +137,21 @@ __global__ void mark_keys_kernel(Shape s, GradientState state, References out) {
   }
 }
 
+// The same of rows and keys where modifiers mask single pairs, or poison them: every pair by itself. A CTA a row.
+__global__ void __launch_bounds__(kThreads)
+    mark_pairs_kernel(const __grid_constant__ Problem p, Shape s, GradientState state, References out) {
+  const int64_t i = blockIdx.x, head = i / s.rows, row = i % s.rows;
+  const RowState& x = state.rows[head * s.rows_pad + row];
+  for (int64_t key = x.begin + static_cast<int>(threadIdx.x); key < x.end; key += kThreads) {
+    const int64_t score = shifted_score(p, 0, pair_in_call(p, head, row, key));  // marks are the same for every S
+    if (score == kScoreMasked) continue;
+    if (x.flags & kDeadRow) out.a[i] = kReferencePoisoned;
+    if (!(x.flags & kBadRow) && !state.bad_key[head * s.keys_pad + key] && score != kScorePoisoned) continue;
+    out.a[i] = kReferencePoisoned;
+    out.b[head * out.key_stride + key] = out.c[head * out.key_stride + key] = kReferencePoisoned;
+  }
+}
+
 __global__ void fill_kernel(int32_t* x, int64_t count, int32_t value) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i < count) x[i] = value;
@@ -242,6 +258,11 @@ void reset_references(const Context& ctx, const Problem& p, const Shape& s, cons
   fill(ctx, r.a, s.heads * s.rows, kReferenceEmpty);
   for (int32_t* x : {r.b, r.c}) fill(ctx, x - p.mask.kv_lo, s.heads * p.kv_len, kReferenceEmpty);
   constexpr int kWarps = kThreads / kWarpSize;
+  if (p.modifiers.bias.data != nullptr || p.modifiers.slopes != nullptr) {
+    if (s.heads * s.rows == 0) return;
+    mark_pairs_kernel<<<grid_of(s.heads * s.rows), kThreads, 0, stream_of(ctx)>>>(p, s, state, r);
+    return check_launch("mark_pairs_kernel");
+  }
   if (s.heads * s.rows > 0) {
     mark_rows_kernel<<<grid_of(ceil_div(s.heads * s.rows, kWarps)), kThreads, 0, stream_of(ctx)>>>(s, state, r);
     check_launch("mark_rows_kernel");

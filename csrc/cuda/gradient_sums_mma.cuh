@@ -9,8 +9,8 @@
 
 namespace det_attn::cuda {
 
-// A term in [-2^G, 2^G] is three bytes, the top one signed where terms are. Then 2^23 itself does not fit: it is kept as
-// -2^23, and a fourth plane holds 128 there, which is multiplied twice at the top plane's position: 2 * 128 * 2^16.
+// A term in [-2^G, 2^G] is three bytes, the top one signed where terms are. Then 2^23 itself does not fit: it is kept
+// as -2^23, and a fourth plane holds 128 there, which is multiplied twice at the top plane's position: 2 * 128 * 2^16.
 constexpr int kTermPlanes = 3;
 static_assert(kQueryGradientBits <= 23 && kKeyGradientBits <= 23, "signed terms must fit three bytes and that repair");
 static_assert(kValueGradientBits <= 23, "unsigned terms up to 2^G must fit three bytes");
@@ -34,14 +34,10 @@ struct GradientTile {
   static constexpr int kFetches = FETCHES, kExponents = 2 * FETCHES;  // a slow warp may still read the step before
   static constexpr int kFetchAt = 2 * (kTermBytes + kFactorBytes), kExponentsAt = kFetchAt + FETCHES * kFetchBytes;
   static constexpr int kShiftsAt = kExponentsAt + kExponents * kStep * 4;
-  static constexpr int kSharedBytes = kShiftsAt + kRows * 4;
+  static constexpr int kMostSteps = 256, kStepsAt = kShiftsAt + kRows * 4;
+  static constexpr int kSharedBytes = kStepsAt + kMostSteps * 4;
 };
 static_assert(GradientTile<3, 128, 1>::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
-
-// A position takes at most 3 products an inner row, each at most 255 * 255, in an int32.
-constexpr int64_t kMostInnerRows = 8192;
-static_assert(kMostInnerRows * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must hold a CTA's part");
-static_assert(kMostInnerRows << (23 + kHighest.operand_bits - 1) < INT64_MAX / 2, "and an int64 its sum");
 
 // x * 2^n clamped to [-2^G, 2^G] and rounded, as gradient_term(), in float32: scaling by a power of two is exact, or
 // ends below 2^-126, where the term is 0, or above 2^127, where it is clamped. Two factors, since n leaves float32's
@@ -74,6 +70,9 @@ struct GradientSums {
   int lane, warp;
   // The half block that this thread rounds: rows block_m, inner block block_k, columns of parity j.
   int block_m, block_k, j;
+  const float4* pairs;    // its pairs, and
+  const uint8_t* factor;  // its piece of the factor's planes, at inner row inner_zero and at inner row 0
+  int inner_zero;
   unsigned dirty;  // bit s: the thread left something in the fourth plane of stage s
   int32_t acc[Tile::kPositions][2][4][4];
 
@@ -90,6 +89,13 @@ struct GradientSums {
       : args(args), job(job), work(work), shared(shared) {
     lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     j = warp & 1, block_m = (warp >> 1) / Tile::kBlocksK, block_k = (warp >> 1) % Tile::kBlocksK;
+    inner_zero = OF_QUERY ? 0 : static_cast<int>(args.strip.row);
+    const int of_sum = work.row + block_m * 32, of_inner = inner_zero + block_k * 32;
+    pairs = (job.of_p ? args.pairs.p : args.pairs.ds) + j * 4 * kWarpSize + lane +
+            args.pairs.block(args.strip, work.head, OF_QUERY ? of_sum : of_inner, OF_QUERY ? of_inner : of_sum);
+    const int64_t planes = work.head * V * ((OF_QUERY ? args.shape.keys_pad : args.shape.rows_pad) / kPairBlock);
+    factor = job.factor + planes * args.shape.value_dims_pad * kPairBlock + work.dim_block * Tile::kFactorBlockBytes +
+             threadIdx.x * 16;
     if (threadIdx.x < Tile::kRows) {
       const int64_t row = work.row + threadIdx.x, real = OF_QUERY ? args.shape.rows : args.shape.keys;
       const int32_t reference = row < real ? job.reference[work.head * job.reference_stride + row] : kReferenceEmpty;
@@ -114,46 +120,57 @@ struct GradientSums {
   // Keys that some of the 64 query rows at `row` attend, whole steps: there pairs were kept.
   __device__ __forceinline__ int2 kept_keys(int row) const {
     const int64_t at = (work.head * args.shape.rows_pad + row / kPairStep * kPairStep) / 32;
-    const int2 x = args.state.range[at], y = args.state.range[at + 1];
-    const int begin = min(x.x, y.x), end = max(x.y, y.y);
+    const int4 two = *reinterpret_cast<const int4*>(args.state.range + at);
+    const int begin = min(two.x, two.z), end = max(two.y, two.w);
     return make_int2(begin / kPairStep * kPairStep, (end + kPairStep - 1) / kPairStep * kPairStep);
   }
 
-  // Whether the block of pairs at (row, key) was kept.
+  // Lists the steps of the CTA's part that have pairs, in order, and returns their number. All threads call it.
+  __device__ __forceinline__ int list_steps() const {
+    static_assert(kMostInnerRows / Tile::kStep <= Tile::kMostSteps && Tile::kMostSteps == Tile::kThreads, "one each");
+    __shared__ int counts[Tile::kWarps];
+    const int inner = work.inner_begin + threadIdx.x * Tile::kStep;
+    bool active = inner < work.inner_end;
+    if (!OF_QUERY && active) {  // of dQ, the part is cut to what its rows attend
+      const int2 keys = kept_keys(inner);
+      active = work.row < keys.y && work.row + Tile::kRows > keys.x;
+    }
+    const unsigned mask = __ballot_sync(kFullWarp, active);
+    if (lane == 0) counts[warp] = __popc(mask);
+    __syncthreads();
+    int before = 0, all = 0;
+#pragma unroll 1
+    for (int w = 0; w < Tile::kWarps; ++w) {
+      before += w < warp ? counts[w] : 0;
+      all += counts[w];
+    }
+    if (active) steps()[before + __popc(mask & ((1u << lane) - 1))] = inner;
+    __syncthreads();
+    return all;
+  }
+  __device__ __forceinline__ int* steps() const { return reinterpret_cast<int*>(shared + Tile::kStepsAt); }
+
+  // Whether the block of pairs at (row, key) was kept. Where a step's rows and keys are one square it was, or the step
+  // were not listed.
   __device__ __forceinline__ bool is_kept(int row, int key) const {
+    if constexpr (Tile::kRows == kPairStep) return true;
     const int2 keys = kept_keys(row);
     return key >= keys.x && key < keys.y;
   }
 
-  // The first step from `inner` on that has pairs.
-  __device__ __forceinline__ int next_step(int inner) const {
-    // Of dQ, the CTA's part is cut to what its rows attend.
-    if constexpr (!OF_QUERY) {
-      for (; inner < work.inner_end; inner += Tile::kStep) {
-        const int2 keys = kept_keys(inner);
-        if (work.row < keys.y && work.row + Tile::kRows > keys.x) break;
-      }
-    }
-    return inner;
-  }
-
-  __device__ __forceinline__ int next_of(int inner) const {
-    return inner < work.inner_end ? next_step(inner + Tile::kStep) : inner;
-  }
-
   // Brings the thread's own 4 x 4 pairs and the exponents of the inner rows of step number `step`, if it is one.
-  __device__ __forceinline__ void fetch(int inner, int step) const {
-    if (inner < work.inner_end) fetch_step(inner, step);
+  __device__ __forceinline__ void fetch(int step, int count) const {
+    if (step < count) fetch_step(steps()[step], step);
     commit_copies();
   }
   __device__ __forceinline__ void fetch_step(int inner, int step) const {
-    const int of_sum = work.row + block_m * 32, of_inner = inner + block_k * 32;
-    const int row = OF_QUERY ? of_sum : of_inner, key = OF_QUERY ? of_inner : of_sum;
-    const float4* from = (job.of_p ? args.pairs.p : args.pairs.ds) + args.pairs.block(args.strip, work.head, row, key) +
-                         j * 4 * kWarpSize + lane;
     float4* to = reinterpret_cast<float4*>(shared + Tile::kFetchAt + step % Tile::kFetches * Tile::kFetchBytes) +
                  threadIdx.x;
-    if (is_kept(row, key)) {
+    const int of_sum = work.row + block_m * 32, of_inner = inner + block_k * 32;
+    if (is_kept(OF_QUERY ? of_sum : of_inner, OF_QUERY ? of_inner : of_sum)) {
+      // The block's place: see Pairs.
+      const int64_t stride = OF_QUERY ? 8 * kWarpSize : args.pairs.key_blocks * 8 * kWarpSize;
+      const float4* from = pairs + (inner - inner_zero) / kPairBlock * stride;
 #pragma unroll
       for (int mh = 0; mh < 4; ++mh)
         copy_async16(shared_address(to + mh * Tile::kThreads), from + mh * kWarpSize);
@@ -256,20 +273,23 @@ struct GradientSums {
     return over;
   }
 
-  // The factor's planes of a step into a stage.
+  // The factor's planes of a step into a stage. Pointers move from plane to plane: their addresses beside one another
+  // would cost registers.
   __device__ __forceinline__ void copy_factor(int inner, int stage) const {
-    const int64_t inner_pad = OF_QUERY ? args.shape.keys_pad : args.shape.rows_pad;
-    const int64_t block_bytes = int64_t(args.shape.value_dims_pad) * kPairBlock, blocks = inner_pad / kPairBlock;
-    const uint8_t* from = job.factor + (work.head * V * blocks + inner / kPairBlock) * block_bytes +
-                          work.dim_block * Tile::kFactorBlockBytes;
-    const uint32_t to = shared_address(shared) + 2 * Tile::kTermBytes + stage * Tile::kFactorBytes;
-#pragma unroll 1  // their addresses would cost registers
-    for (int p = 0; p < V; ++p)
-#pragma unroll 1
+    constexpr int kPieces = Tile::kFactorBlockBytes / 16;
+    static_assert(kPieces <= Tile::kThreads, "a thread copies one piece of a block");
+    if (kPieces < Tile::kThreads && threadIdx.x >= kPieces) return;
+    const int block_bytes = args.shape.value_dims_pad * kPairBlock;
+    const int64_t plane = (OF_QUERY ? args.shape.keys_pad : args.shape.rows_pad) / kPairBlock * block_bytes;
+    const uint8_t* from = factor + static_cast<int64_t>(inner / kPairBlock) * block_bytes;
+    uint32_t to = shared_address(shared) + 2 * Tile::kTermBytes + stage * Tile::kFactorBytes + threadIdx.x * 16;
+#pragma unroll
+    for (int p = 0; p < V; ++p) {
+#pragma unroll
       for (int b = 0; b < Tile::kBlocksK; ++b)
-        for (int i = threadIdx.x * 16; i < Tile::kFactorBlockBytes; i += Tile::kThreads * 16)
-          copy_async16(to + p * Tile::kFactorPlaneBytes + b * Tile::kFactorBlockBytes + i,
-                       from + (p * blocks + b) * block_bytes + i);
+        copy_async16(to + p * Tile::kFactorPlaneBytes + b * Tile::kFactorBlockBytes, from + b * block_bytes);
+      from += plane;
+    }
   }
 
   template <bool A_SIGNED>
@@ -326,24 +346,21 @@ struct GradientSums {
 
   __device__ __forceinline__ void run() {
     constexpr int kFetches = Tile::kFetches;
-    int inner[kFetches + 2];  // this step and those that follow, as far as their pairs were asked for
-    inner[0] = next_step(work.inner_begin);
-    if (inner[0] >= work.inner_end) return;
+    const int count = list_steps();
+    if (count == 0) return;
+    copy_factor(steps()[0], 0);
 #pragma unroll
-    for (int i = 0; i <= kFetches; ++i) inner[i + 1] = next_of(inner[i]);
-    copy_factor(inner[0], 0);
-#pragma unroll
-    for (int i = 0; i < kFetches; ++i) fetch(inner[i], i);
+    for (int i = 0; i < kFetches; ++i) fetch(i, count);
     wait_copies<kFetches - 1>();
-    __syncthreads();  // the fourth plane is clear, too
+    __syncthreads();
     bool over = round_terms(0);
-    fetch(inner[kFetches], kFetches);
+    fetch(kFetches, count);
 #pragma unroll 1
-    for (int step = 0; inner[0] < work.inner_end; ++step) {
+    for (int step = 0; step < count; ++step) {
       wait_copies<kFetches - 1>();
       const bool any_over = __syncthreads_or(over);  // this step is there, and the one before has been read
       over = false;
-      if (inner[1] < work.inner_end) copy_factor(inner[1], (step + 1) & 1);
+      if (step + 1 < count) copy_factor(steps()[step + 1], (step + 1) & 1);
       commit_copies();
       // A scheduler's two warps do these in opposite order, so that one multiplies while the other rounds.
 #pragma unroll 1
@@ -351,34 +368,34 @@ struct GradientSums {
         if ((phase == 0) == (warp < 4)) {
           multiply(step & 1, any_over);
         } else {
-          if (inner[1] < work.inner_end) over = round_terms(step + 1);
-          fetch(inner[kFetches + 1], step + 1 + kFetches);
+          if (step + 1 < count) over = round_terms(step + 1);
+          fetch(step + 1 + kFetches, count);
         }
       }
-#pragma unroll
-      for (int i = 0; i <= kFetches; ++i) inner[i] = inner[i + 1];
-      inner[kFetches + 1] = next_of(inner[kFetches]);
     }
     add_sums();
   }
 
+  // The thread's sums go to local memory first and are taken in a real loop: unrolled, addresses and parts of them all
+  // would not find registers.
   __device__ __forceinline__ void add_sums() const {
     const int warp_m = warp % Tile::kWarpsM, warp_d = warp / Tile::kWarpsM;
     const int64_t real = OF_QUERY ? args.shape.rows : args.shape.keys;
+    int32_t copy[32][Tile::kPositions];
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int e = 0; e < 32; ++e)
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int p = 0; p < Tile::kPositions; ++p) copy[e][p] = acc[p][e / 16][e / 4 % 4][e % 4];
+#pragma unroll 1
+    for (int e = 0; e < 32; ++e) {
+      const int64_t row = work.row + warp_m * 32 + e / 16 * 16 + (e >> 1 & 1) * 8 + lane / 4;
+      const int dim = work.dim_block * Tile::kDims + warp_d * 32 + e / 4 % 4 * 8 + (lane % 4) * 2 + (e & 1);
+      int64_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int64_t row = work.row + warp_m * 32 + m * 16 + (i >> 1) * 8 + lane / 4;
-          const int dim = work.dim_block * Tile::kDims + warp_d * 32 + n * 8 + (lane % 4) * 2 + (i & 1);
-          int64_t sum = 0;
-#pragma unroll
-          for (int p = Tile::kPositions - 1; p >= 0; --p) sum = (sum << 8) + acc[p][m][n][i];
-          if (row < real && dim < args.shape.dims)
-            add_to_sum(job.at(work.head, row, args.shape.dims, dim), job.digit_stride, sum);
-        }
+      for (int p = Tile::kPositions - 1; p >= 0; --p) sum = (sum << 8) + copy[e][p];
+      if (row < real && dim < args.shape.dims)
+        add_to_sum(job.at(work.head, row, args.shape.dims, dim), job.digit_stride, sum);
+    }
   }
 };
 

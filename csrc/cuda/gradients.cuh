@@ -76,6 +76,7 @@ DET_HD int sum_slot(int i) { return i % 8 * 4 + i / 8; }
 // ---- the kernels' arguments ----
 
 struct PairsArgs {
+  Problem problem;  // for the modifiers
   Shape shape;
   const uint8_t *query, *grad, *key, *value;  // row planes
   GradientState state;
@@ -86,9 +87,9 @@ struct PairsArgs {
 
 // One of dQ, dK, dV: sum over the inner dimension of rne(x * 2^(exponent + G - reference)) * factor^.
 struct SumJob {
-  bool of_query;         // the sum's rows are query rows, and keys are the inner dimension; otherwise the reverse
-  bool of_p;             // x is p, which is never negative; otherwise ds
-  int bits;              // G
+  bool of_query;            // the sum's rows are query rows, and keys are the inner dimension; otherwise the reverse
+  bool of_p;                // x is p, which is never negative; otherwise ds
+  int bits;                 // G
   const uint8_t* factor;    // transposed planes [heads][planes][inner_pad / 32][value_dims_pad x 32], see sum_slot()
   const int32_t* exponent;  // of the inner rows, [heads][inner_pad]
   const int32_t* reference;
@@ -102,6 +103,12 @@ struct SumJob {
     return digits + (((head - first_head) * row_stride + row) * dims + dim) * element_stride;
   }
 };
+
+// What a CTA sums at most: an int32 digit position takes at most 3 products of an inner row, each at most 255 * 255,
+// and an int64 the whole sum.
+constexpr int64_t kMostInnerRows = 8192;
+static_assert(kMostInnerRows * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must hold a CTA's part");
+static_assert(kMostInnerRows << (23 + kHighest.operand_bits - 1) < INT64_MAX / 2, "and an int64 its sum");
 
 struct GradientSumsArgs {
   Shape shape;

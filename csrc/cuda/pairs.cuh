@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gradients.cuh"
+#include "modified_pairs.cuh"
 #include "weights.cuh"
 
 namespace det_attn::cuda {
@@ -151,25 +152,129 @@ __device__ __forceinline__ bool is_ordinary_block(const PairWarp& warp, const in
   return warp.ordinary && __all_sync(kFullWarp, is_ordinary(keys[lane].x) && is_ordinary(keys[lane].y));
 }
 
-// ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large enough.
-// dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
-template <int PLANES, class Acc>
-__device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const LaneKeys& columns,
-                                            int lane, const float (&p)[4][4], float (&ds)[4][4]) {
-  constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
-  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
-  const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};
-  const float delta[2] = {row0.delta, row1.delta};
+// dP for any exponents. Out of line, as careful_distances().
+struct BlockGradients {
+  float gradient[4][4];
+};
+static __device__ __noinline__ BlockGradients careful_gradients(const Dots dots, int eo0, int eo1, const int2* keys,
+                                                                int lane) {
+  BlockGradients out;
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float dot = __ll2float_rn(dot_of<PLANES, false>(acc, n, i));
-      const int unit = exponent[i >> 1] + columns.value[n][i & 1] - kFraction;
-      // The unit as a float32: one rounding of the exact product, as in float64.
-      const float gradient = ordinary ? mul_f32(dot, power_of_two(unit)) : score_gradient_of(dot, pow2(unit));
-      ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], gradient, delta[i >> 1]);
+      const int ev = keys[n * 8 + (lane % 4) * 2 + (i & 1)].y;
+      const double unit = pow2((i >> 1 ? eo1 : eo0) + ev - 2 * (kHighest.operand_bits - 1));
+      out.gradient[n][i] = score_gradient_of(__ll2float_rn(dots.dot[n][i]), unit);
     }
+  return out;
+}
+
+// ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large
+// enough.
+// dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
+template <int PLANES, class Acc>
+__device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const int2* keys,
+                                            const LaneKeys& columns, int lane, const float (&p)[4][4],
+                                            float (&ds)[4][4]) {
+  constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
+  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
+  const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};
+  const float delta[2] = {row0.delta, row1.delta};
+  if (ordinary) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // The unit as a float32: one rounding of the exact product, as in float64.
+        const float unit = power_of_two(exponent[i >> 1] + columns.value[n][i & 1] - kFraction);
+        ds[n][i] = mul_f32(__ll2float_rn(dot_of<PLANES, false>(acc, n, i)), unit);
+      }
+  } else {
+    Dots dots;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, false>(acc, n, i);
+    const BlockGradients found = careful_gradients(dots, exponent[0], exponent[1], keys, lane);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds[n][i] = found.gradient[n][i];
+  }
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], ds[n][i], delta[i >> 1]);
+}
+
+// ---- sections 10 and 11: the same under modifiers ----
+// Pair by pair by the rules and out of line, for the 32 x 32 pairs of a warp at once: what modifiers need would not find
+// registers beside the accumulators. p and the softcap's slopes wait in shared memory: float4 (4 * m + n) * stride of the
+// lane's holds p of the pairs (n, i) of the 16-row half m, and slopes are 8 * stride further.
+
+// Where a warp's pairs stand, and what is known of their rows and keys.
+struct WarpPairs {
+  int64_t head, first_row;
+  int first_key;
+  const RowState* rows;
+  const int2* keys;
+};
+
+static __device__ __noinline__ void modified_probabilities(const Dots* dots, const PairsArgs& args, const WarpPairs& at,
+                                                           int lane, float4* waiting, int stride) {
+  const Problem& problem = args.problem;
+#pragma unroll 1
+  for (int e = 0; e < 32; ++e) {
+    const int m = e / 16, n = e / 4 % 4, i = e % 4;
+    const int r = 16 * m + lane / 4 + 8 * (i >> 1), column = n * 8 + (lane % 4) * 2 + (i & 1);
+    const int key = at.first_key + column;
+    const RowState& row = at.rows[r];
+    float p = 0.0f, slope = 1.0f;
+    if (key >= row.begin && key < row.end) {
+      const int shift = score_shift(row.query_exponent, at.keys[column].x, kHighest.operand_bits);
+      const ModifiedPair pair =
+          modified_pair(problem, at.head, at.first_row + r, key, score_of(dots[m].dot[n][i], shift));
+      const int64_t distance = modified_distance(row.maximum, pair.score);
+      p = probability_of(weight_of(distance, problem.precision.weight_bits), row.inverse);
+      slope = pair.slope;
+    }
+    float* to = reinterpret_cast<float*>(waiting + e / 4 * stride) + i;
+    to[0] = p, to[8 * 4 * stride] = slope;
+  }
+}
+
+// p as it meets dO, and ds.
+struct BlockPairs {
+  float p[4][4], ds[4][4];
+};
+static __device__ __noinline__ void modified_terms(const Dots* dots, const PairsArgs& args, const WarpPairs& at,
+                                                   int lane, const float4* waiting, int stride, BlockPairs* out) {
+  const Dropout& dropout = args.problem.modifiers.dropout;
+#pragma unroll 1
+  for (int half = 0; half < 4; ++half) {
+    const int m = half >> 1, h = half & 1, r = 8 * half + lane / 4, column = (lane % 4) * 2;
+    const RowState& row = at.rows[r];
+    unsigned drops = 0;
+    if (dropout.on && at.first_row + r < args.shape.rows) {
+      const Pair own = pair_in_call(args.problem, at.head, at.first_row + r, 0);
+      const int64_t row_id = dropout.row_id(own.batch, own.query, args.problem.q_len);
+      const int head = static_cast<int>(own.head), key = at.first_key + column;
+      drops = dropped_keys(args, row_id, head, key) | dropped_keys(args, row_id, head, key + 16) << 4;
+    }
+#pragma unroll 1
+    for (int k = 0; k < 8; ++k) {
+      const int n = k / 2, i = 2 * h + k % 2;
+      const float* from = reinterpret_cast<const float*>(waiting + (4 * m + n) * stride) + i;
+      const float p = from[0], slope = from[8 * 4 * stride];
+      const float factor = dropout.on ? (drops >> k & 1 ? 0.0f : dropout.rescale) : 1.0f;
+      const int ev = at.keys[column + 8 * n + k % 2].y;
+      const double unit = pow2(row.grad_exponent + ev - 2 * (kHighest.operand_bits - 1));
+      const float gradient = dropped(score_gradient_of(__ll2float_rn(dots[m].dot[n][i]), unit), factor);
+      out[m].p[n][i] = dropped(p, factor);
+      out[m].ds[n][i] = mul_f32(score_term_of(p != 0.0f, p, gradient, row.delta), slope);
+    }
+  }
 }
 
 // ---- references ----
@@ -191,9 +296,6 @@ __device__ __forceinline__ int scatter_max(int (&column)[8], int lane) {
 __device__ __forceinline__ int scattered_key(int lane) { return lane / 8 * 8 + lane % 4 * 2 + (lane / 4 & 1); }
 
 // The same by the rule, for blocks with extraordinary exponents or terms; raises the references itself. Out of line.
-struct BlockPairs {
-  float p[4][4], ds[4][4];
-};
 static __device__ __noinline__ void raise_carefully(const BlockPairs x, const References& to, const RowState* rows,
                                                     const int2* keys, int64_t first_row, int64_t first_key,
                                                     int rows_left, int lane) {

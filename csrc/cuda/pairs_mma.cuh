@@ -1,6 +1,6 @@
 // Pairs kernel on mma.sync (sm_80 and up): planes of Q, K, dO and V -> p and ds of a strip, and reference exponents
-// (docs/contract.md section 8). One CTA keeps the planes of its query rows in shared memory, where they fit, and walks a
-// slab of keys: a step brings the planes of K for a key tile, the next one those of V.
+// (docs/contract.md section 8). One CTA keeps the planes of its query rows in shared memory, where they fit, and walks
+// a slab of keys: a step brings the planes of K for a key tile, the next one those of V.
 #pragma once
 
 #include "common.cuh"
@@ -11,8 +11,9 @@
 namespace det_attn::cuda {
 
 // ROWS x KEYS pairs by warps of 32 x 32; STAGES steps in flight. RESIDENT: the planes of the rows stay; otherwise each
-// step brings those it needs, too.
-template <int PLANES, int ROWS, int KEYS, int STAGES, bool RESIDENT>
+// step brings those it needs, too. WAITS: p waits in shared memory for the second product, whose accumulators leave few
+// registers. MODIFIED: the softcap's slopes wait behind it.
+template <int PLANES, int ROWS, int KEYS, int STAGES, bool RESIDENT, bool WAITS, bool MODIFIED = false>
 struct PairsTile {
   static constexpr int kPlanes = PLANES, kRows = ROWS, kKeys = KEYS, kStages = STAGES;
   static constexpr bool kResident = RESIDENT;
@@ -21,14 +22,19 @@ struct PairsTile {
   static constexpr int kRowBytes = PLANES * ROWS, kKeyBytes = PLANES * KEYS;  // of one side, times dims_pad
   static constexpr int kStageBytes = kKeyBytes + (RESIDENT ? 0 : kRowBytes);
   static constexpr int kPlaneBytes = STAGES * kStageBytes + (RESIDENT ? 2 * kRowBytes : 0);  // times dims_pad
-  // `wide`: beside the planes, p waits in shared memory for the second product, whose accumulators leave no room.
-  static int shared_bytes(int dims_pad, bool wide) {
-    return kPlaneBytes * dims_pad + (wide ? ROWS * KEYS * 4 : 0);
-  }
+  static constexpr bool kWaits = WAITS, kModified = MODIFIED;
+  static_assert(WAITS || !MODIFIED, "slopes wait behind p");
+  static int shared_bytes(int dims_pad) { return kPlaneBytes * dims_pad + (WAITS + MODIFIED) * ROWS * KEYS * 4; }
+  // Parts from sm_90 on have the shared memory for p to wait in, and may lack the registers otherwise.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr bool kCompiled = WAITS || PLANES == 2;
+#else
+  static constexpr bool kCompiled = true;
+#endif
 };
 
-// Wide rows keep the two lowest digit positions apart; see Groups. Once they are summed, what lies above 2^16 goes to mid
-// and both fit one group, so that from here on they are as narrow ones: fewer registers beside everything else.
+// Wide rows keep the two lowest digit positions apart; see Groups. Once they are summed, what lies above 2^16 goes to
+// mid and both fit one group, so that from here on they are as narrow ones: fewer registers beside everything else.
 template <int GROUPS>
 __device__ __forceinline__ void join_lowest(int32_t (&acc)[GROUPS][2][4][4]) {
   if constexpr (GROUPS == 4) {
@@ -46,8 +52,20 @@ __device__ __forceinline__ void join_lowest(int32_t (&acc)[GROUPS][2][4][4]) {
   }
 }
 
+// A warp's dot products, once the lowest positions are joined.
+template <int PLANES, int GROUPS>
+__device__ __forceinline__ void take_dots(const int32_t (&acc)[GROUPS][2][4][4], Dots (&dots)[2]) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        dots[m].dot[n][i] = dot_of<PLANES, false>([&](int g, int n, int i) { return acc[g][m][n][i]; }, n, i);
+}
+
 template <class Tile, bool WIDE>
-__global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_constant__ PairsArgs args) {
+__device__ __forceinline__ void run_pairs(const PairsArgs& args) {
   using namespace scores_mma;
   constexpr int kPlanes = Tile::kPlanes, kRows = Tile::kRows, kKeys = Tile::kKeys, kStages = Tile::kStages;
   constexpr int kGroups = Groups<kPlanes, WIDE>::kCount;
@@ -65,7 +83,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
   // ---- copies ----
   const uint32_t stages = shared_address(shared), resident = stages + kStages * Tile::kStageBytes * s.dims_pad;
   auto load_rows_of = [&](int side, uint32_t to) {
-    const uint8_t* from = (side == 0 ? args.query : args.grad) + (work.head * kPlanes * s.rows_pad + work.row) * s.dims_pad;
+    const uint8_t* from = side == 0 ? args.query : args.grad;
+    from += (work.head * kPlanes * s.rows_pad + work.row) * s.dims_pad;
     for (int p = 0; p < kPlanes; ++p)
       copy_bytes<Tile::kThreads>(to + p * kRows * s.dims_pad, from + p * s.rows_pad * s.dims_pad, kRows * s.dims_pad);
   };
@@ -138,11 +157,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
       int32_t acc[kGroups][2][4][4] = {};
       multiply(2 * t, acc);
       if (t == 0) warp_rows = pair_warp<kPairBlock>(rows, lane);
+      if constexpr (Tile::kModified) {
+        Dots dots[2];
+        take_dots<kPlanes>(acc, dots);
+        modified_probabilities(dots, args, WarpPairs{work.head, warp_row, key_base, rows, keys}, lane, waiting,
+                               Tile::kThreads);
+      }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
+        if constexpr (Tile::kModified) continue;
         block_probabilities<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, warp_rows, rows + 16 * m,
                                      keys, key_base, lane, p[m]);
-        if constexpr (WIDE) {
+        if constexpr (Tile::kWaits) {
 #pragma unroll
           for (int n = 0; n < 4; ++n)
             waiting[(4 * m + n) * Tile::kThreads] = make_float4(p[m][n][0], p[m][n][1], p[m][n][2], p[m][n][3]);
@@ -151,15 +177,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
     }
     int32_t acc[kGroups][2][4][4] = {};
     multiply(2 * t + 1, acc);
+    [[maybe_unused]] BlockPairs changed[2];
+    if constexpr (Tile::kModified) {
+      Dots dots[2];
+      take_dots<kPlanes>(acc, dots);
+      modified_terms(dots, args, WarpPairs{work.head, warp_row, key_base, rows, keys}, lane, waiting, Tile::kThreads,
+                     changed);
+    }
     const bool ordinary = is_ordinary_block(warp_rows, keys, lane);
-    const LaneKeys columns(keys, lane);
     const int64_t block = args.pairs.block(args.strip, work.head, warp_row, key_base);
     const int64_t first_key = work.head * references.key_stride + key_base;
     PairMaxima maxima;
     maxima.clear();
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      if constexpr (WIDE) {
+      if constexpr (Tile::kWaits && !Tile::kModified) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float4 x = waiting[(4 * m + n) * Tile::kThreads];
@@ -167,8 +199,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
         }
       }
       float ds[4][4];
-      block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, columns, lane,
-                           p[m], ds);
+      if constexpr (Tile::kModified) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[m][n][i] = changed[m].p[n][i], ds[n][i] = changed[m].ds[n][i];
+      }
+      const LaneKeys columns(keys, lane);
+      if constexpr (!Tile::kModified)
+        block_terms<kPlanes>([&](int g, int n, int i) { return acc[g][m][n][i]; }, ordinary, rows + 16 * m, keys,
+                             columns, lane, p[m], ds);
       if (args.pairs.p != nullptr) {
         keep_block(args.pairs.p + block, m, lane, p[m]);
         keep_block(args.pairs.ds + block, m, lane, ds);
@@ -195,6 +235,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_c
       const int64_t row = warp_row + m * 16 + h * 8 + lane / 4;
       PairMaxima::publish_row(references.a + work.head * s.rows + row, row_max[m][h], row < s.rows, lane);
     }
+}
+
+template <class Tile, bool WIDE>
+__global__ void __launch_bounds__(Tile::kThreads, 1) pairs_kernel(const __grid_constant__ PairsArgs args) {
+  if constexpr (Tile::kCompiled) run_pairs<Tile, WIDE>(args);
 }
 
 }  // namespace det_attn::cuda

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "modified_pairs.cuh"
 #include "sums.cuh"
 
 namespace det_attn::cuda {
@@ -94,29 +95,6 @@ struct ValueCopies {
     wait_copies<PENDING>();
   }
 };
-
-// Section 11: which of the keys `key`, + 1, + 8, + 9 a query row leaves out of the sums. Two keys side by side share their
-// random words mostly.
-__device__ __forceinline__ unsigned dropped_keys(const SumsArgs& args, int64_t row_id, int head, int key) {
-  const Problem& p = args.problem;
-  const Dropout& d = p.modifiers.dropout;
-  unsigned out = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int64_t have = -1;
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (key + half * 8 + i >= args.shape.keys) break;
-      const int64_t id = d.key_id(p.mask.kv_lo + key + half * 8 + i);
-      if (id >> 2 != have) dropout_words(d, row_id, head, id, words);
-      have = id >> 2;
-      const uint32_t low = id & 1 ? words[1] : words[0], high = id & 1 ? words[3] : words[2];
-      if (!((id & 2 ? high : low) >= d.threshold)) out |= 1u << (half * 2 + i);
-    }
-  }
-  return out;
-}
 
 // A thread's rows, one a slot of WeightForming.
 template <class Tile>

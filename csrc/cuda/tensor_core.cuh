@@ -30,6 +30,9 @@ void launch_sums_direct_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_direct_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_pairs_highest(const Context&, const PairsArgs&);
 void launch_pairs_high(const Context&, const PairsArgs&);
+// With modifiers; the others know none.
+void launch_pairs_modified_highest(const Context&, const PairsArgs&);
+void launch_pairs_modified_high(const Context&, const PairsArgs&);
 void launch_gradient_sums_highest(const Context&, const GradientSumsArgs&);
 void launch_gradient_sums_high(const Context&, const GradientSumsArgs&);
 
