@@ -48,4 +48,10 @@ __device__ __forceinline__ unsigned dropped_keys(const Args& args, int64_t row_i
   return out;
 }
 
+// The same out of line, for kernels whose registers are all taken.
+template <class Args>
+static __device__ __noinline__ unsigned dropped_keys_apart(const Args& args, int64_t row_id, int head, int key) {
+  return dropped_keys(args, row_id, head, key);
+}
+
 }  // namespace det_attn::cuda
