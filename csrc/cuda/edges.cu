@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_c
     const int64_t row = row_base + element / s.dims;
     const int dim = element % s.dims;
     const int2 keys = element < elements ? a.prepared.row_keys[head * s.rows_pad + row] : make_int2(0, 0);
+    Pair at = pair_in_call(problem, head, row, 0);
     int64_t count = 0;
     for (int64_t stretch = 0; stretch < s.keys; stretch += kThreads) {
       __syncthreads();
@@ -69,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_c
       __syncthreads();
       for (int i = 0; i < listed && element < elements; ++i) {
         if (list[i] < keys.x || list[i] >= keys.y) continue;
-        if (maskable && bias.masks(pair_in_call(problem, head, row, list[i]))) continue;
+        at.key = problem.mask.kv_lo + list[i];
+        if (maskable && bias.masks(at)) continue;
         const float x = load_element(v.data, base + (problem.mask.kv_lo + list[i]) * v.stride_row + dim, v.dtype);
         if (x != x)
           count += kCountNan;
