@@ -137,7 +137,6 @@ struct Bias {
     if (!boolean) return load_element(data, offset, dtype);
     return static_cast<const uint8_t*>(data)[offset] != 0 ? 0.0f : float_of(0xff800000u);
   }
-  DET_MEMBER bool masks(const Pair& pair) const { return at(offset(pair)) == float_of(0xff800000u); }
 };
 
 // Section 11. Ids are those of the whole, uncut call; they follow one another unless `rows` or `keys` lists them.

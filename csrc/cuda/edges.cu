@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_c
     const int64_t row = row_base + element / s.dims;
     const int dim = element % s.dims;
     const int2 keys = element < elements ? a.prepared.row_keys[head * s.rows_pad + row] : make_int2(0, 0);
-    Pair at = pair_in_call(problem, head, row, 0);
+    const int64_t row_bias = maskable && element < elements ? a.prepared.row_bias[head * s.rows_pad + row] : 0;
     int64_t count = 0;
     for (int64_t stretch = 0; stretch < s.keys; stretch += kThreads) {
       __syncthreads();
@@ -70,8 +70,7 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_c
       __syncthreads();
       for (int i = 0; i < listed && element < elements; ++i) {
         if (list[i] < keys.x || list[i] >= keys.y) continue;
-        at.key = problem.mask.kv_lo + list[i];
-        if (maskable && bias.masks(at)) continue;
+        if (maskable && bias.at(row_bias + list[i] * bias.stride_key) == float_of(0xff800000u)) continue;
         const float x = load_element(v.data, base + (problem.mask.kv_lo + list[i]) * v.stride_row + dim, v.dtype);
         if (x != x)
           count += kCountNan;
