@@ -1,6 +1,6 @@
 // The torch ops of the extension. In: stable-ABI tensors with every default already resolved by Python.
 // Out: freshly allocated tensors; the work is done by the Backend of the tensors' device (backend.h).
-// Shapes and dtypes as in docs/contract.md sections 1, 3, 5 and 6; schemas in torch-ext/torch_binding.cpp.
+// Shapes and dtypes as in docs/contract.md sections 1, 3, 5, 6 and 8; schemas in torch-ext/torch_binding.cpp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

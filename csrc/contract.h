@@ -1,4 +1,4 @@
-// The contract's scalar rules (docs/contract.md sections 1-4, 6, 8, 10 and 11), for host and device.
+// The contract's scalar rules (docs/contract.md sections 1 to 8, 10 and 11), for host and device.
 // In: numbers of one row, one pair or one output. Out: the integers and bytes the contract names.
 // Every implementation includes this file; nobody repeats a rule.
 #pragma once
@@ -43,7 +43,7 @@ constexpr int32_t kValueNan = INT32_MIN;
 constexpr int32_t kValuePosInf = INT32_MAX;
 constexpr int32_t kValueNegInf = -INT32_MAX;
 
-// M_i as an integer: section 7 for poisoned rows, section 2 for rows that attend nothing.
+// M_i as an integer: section 7 for poisoned rows, section 3 for rows that attend nothing.
 constexpr int64_t kRowmaxPoisoned = INT64_MAX;
 constexpr int64_t kRowmaxEmpty = INT64_MIN;
 
@@ -267,7 +267,7 @@ constexpr int kGradientBits = 23;  // G: a term of a gradient sum is an integer 
 constexpr int kQueryGradientBits = kGradientBits;  // G of the terms of dQ,
 constexpr int kKeyGradientBits = kGradientBits;    // of dK,
 constexpr int kValueGradientBits = kGradientBits;  // of dV, which are never negative
-// References as int32: no nonzero term; and a term that is not a number, which makes the gradient row NaN (section 7).
+// References as int32: no nonzero term; and a term that is not a number, which makes the gradient row NaN.
 constexpr int32_t kReferenceEmpty = INT32_MIN;
 constexpr int32_t kReferencePoisoned = INT32_MAX;
 
