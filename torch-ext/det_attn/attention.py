@@ -1,4 +1,4 @@
-"""The fused call: Q, K, V -> output, in one op (contract sections 1-7).
+"""The fused call: Q, K, V -> output, in one op (contract sections 1-7, 10, 11).
 
 In: Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D], any strides with a dense last dimension. Out: [B, Hq, Sq, D].
 """
@@ -70,7 +70,8 @@ def det_attn(
             alone (contract section 11).
         out_dtype: torch.float32, or torch.bfloat16 or torch.float16 by one further rounding.
         return_state: also return a State.
-        path: "auto", "reference", "mma" or "wgmma": which kernels run. The bytes are the same.
+        path: "auto" or "reference", on CUDA also "mma" or "wgmma": which kernels run, forward and backward. The bytes
+            are the same.
 
     Returns:
         out_dtype [B, Hq, Sq, D], or (that, State). Where Q is a transposed view of [B, Sq, Hq, D] so is the output;
@@ -78,7 +79,9 @@ def det_attn(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: from the backward() of a gradient: the second derivative does not exist.
+        NotImplementedError: attn_bias or alibi_slopes requires grad and grad mode is on, or an input has a forward-mode
+            tangent; from the backward() of a gradient: the second derivative does not exist.
+        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
 
     Gradients of Q, K and V, those that require one, are exact sums too (contract section 8): the same bytes for every
     run, batching, grouping and sharding, in Q's dtype. The State has no gradient.

@@ -1,7 +1,8 @@
 """Argument checks of every public function: before anything runs, and cheap enough for every call.
 
 In: arguments as the user gave them. Out: the same, with defaults resolved; or a TypeError (wrong Python type or dtype)
-or ValueError (anything else) that names the argument, what came and what is allowed. Shapes: contract sections 1-3, 5.
+or ValueError (anything else) that names the argument, what came and what is allowed; or a NotImplementedError where a
+gradient is asked for that does not exist. Shapes: contract sections 1-3, 5, 8, 10, 11.
 Checks compare sizes without converting them, so they also hold for the symbolic sizes of torch.compile.
 """
 
@@ -275,7 +276,8 @@ def modifiers(
     diagonal = q_offset - kv_offset if causal or reach else 0
     if reach and (diagonal < -_FARTHEST or diagonal > _FARTHEST):
         raise ValueError(
-            f"q_offset: got {q_offset} with kv_offset={kv_offset}, with window or alibi_slopes they may differ by 2**60"
+            f"q_offset: got {q_offset} with kv_offset={kv_offset}, with window or alibi_slopes they may differ by "
+            "at most 2**60"
         )
     if attn_bias is not None:
         attn_bias = _bias(attn_bias, Q, (*q_shape[:3], kv_len))
@@ -320,6 +322,7 @@ def _softcap(softcap):
 
 
 def dropout_probability(dropout_p):
+    """0 to 1, as a float."""
     if not 0 <= _number(dropout_p, "dropout_p") <= 1:
         raise ValueError(f"dropout_p: got {dropout_p}, allowed is 0 to 1")
     return float(dropout_p)
@@ -374,6 +377,7 @@ def _ranges(ranges, Q):
 
 
 def length(x, name):
+    """An int that is not negative."""
     _integer(x, name)
     if x < 0:
         raise ValueError(f"{name}: got {x}, must not be negative")
@@ -390,6 +394,7 @@ def vector(x, name, Q, size):
 
 
 def table(x, Q, sequences):
+    """block_table int32 [sequences, max_blocks] on q's device."""
     _tensor(x, "block_table")
     if x.dtype is not torch.int32:
         raise TypeError(f"block_table: got dtype {x.dtype}, must be int32")

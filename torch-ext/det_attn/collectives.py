@@ -147,6 +147,7 @@ class Team:
 
 
 def wait(works: list) -> None:
+    """Until what post() started has arrived."""
     for work in works:
         work.wait()
 
@@ -166,6 +167,7 @@ class Returning:
         self.step, self.held, self.coming, self.works = 0, [], [], []
 
     def add(self, found: Optional[Sequence[Tensor]]) -> None:
+        """Takes what the held rows were found to need and sends the total on."""
         wait(self.works)
         if self.step == 0:
             total = [x.contiguous() for x in found]
@@ -182,6 +184,7 @@ class Returning:
         self.works = self.team.post(self.held, self.coming)
 
     def home(self) -> List[Tensor]:
+        """The totals of own rows, after as many steps as there are ranks."""
         wait(self.works)
         return self.coming
 

@@ -2,7 +2,7 @@
 
 In: own rows of Q, K and V, and where they lie in the sequence. Out: own rows of the output; by autograd, own rows of
 dQ, dK and dV. Who computes a pair (queries of one rank, keys of another), and what travels for it, is the method's
-choice; maxima meet by max and exact sums by + (contract sections 3, 5, 6, 8), so the choice changes no byte.
+choice; maxima meet by max and exact sums by + (contract sections 3, 5, 6, 8, 11), so the choice changes no byte.
 
     ring    own queries; keys and values go round, and their gradients' sums go home behind them
     gather  own queries; keys and values of all ranks are here
@@ -25,6 +25,7 @@ from .stages import accumulate, finalize, rowmax
 
 Group = Union[ProcessGroup, DeviceMesh, None]
 Layout = Union[str, Tensor, Tuple[Tensor, Tensor]]
+
 
 @torch.compiler.disable
 def det_attn_context_parallel(
@@ -74,13 +75,15 @@ def det_attn_context_parallel(
         precision: "highest" or "high".
         q_offset: position, among the keys, of the first query; None is all keys - all queries, and 0 for explicit
             positions, to which it is added.
+        window, softcap: those of `det_attn`; a window counts positions.
+        dropout_p, dropout_seed: those of `det_attn`, the ids of queries and keys being their positions.
         replicated_q: q is whole on every rank and the layout is that of the keys only; every rank gets the whole
             output, and must give the same gradient for it. Needs method="reduce", and explicit positions of queries
             if the keys' are.
         out_dtype: torch.float32, or torch.bfloat16 or torch.float16 by one further rounding.
         chunk_bytes: most memory that exact sums of the forward pass take at a time; queries go in chunks ("ring" and
             "reduce"). The bytes are the same.
-        path: which kernels run. The bytes are the same.
+        path: which kernels run, as in `det_attn`; it may differ between ranks. The bytes are the same.
 
     Returns:
         out_dtype [B, Hq, Sq, D]: own rows of the output of `det_attn` over the whole sequence.
@@ -89,8 +92,9 @@ def det_attn_context_parallel(
         TypeError, ValueError: an argument is not as above, on this rank or on another one, or not the same on all:
             raised on every rank, the message names the rank. Nothing is computed.
         RuntimeError: there is no process group; or, from torch.distributed, a rank died or did not call within the
-            group's timeout.
-        NotImplementedError: from the backward() of a gradient.
+            group's timeout; or path "wgmma" on a GPU whose compute capability is not 9.0.
+        NotImplementedError: an input has a forward-mode tangent; from the backward() of a gradient: the second
+            derivative does not exist.
 
     Gradients are those of `det_attn` for the whole sequence, own rows, the same bytes; section 8 of the contract.
     """

@@ -61,6 +61,7 @@ def _fused(ctx, grad, *_):
 
 
 def refuse_twice(ctx, *grads):
+    """The backward pass of a gradient."""
     raise NotImplementedError("det-attn: the second derivative is not implemented: a gradient has no gradient")
 
 
@@ -127,6 +128,8 @@ def grad_reference(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Exponents of the largest terms of dQ, dK and dV, over the queries Q and the keys K[:, :, kv_lo:kv_hi].
 
+    Contract section 8.
+
     Args:
         Q, K, V, causal, scale, kv_lo, kv_hi, the options: those of `accumulate`.
         dO: [B, Hq, Sq, D], gradient of the output; float32, bfloat16 or float16, whatever Q's dtype.
@@ -141,6 +144,7 @@ def grad_reference(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
+        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
     """
     given = (Q, K, V, dO, out, rowmax, DEN)
     call, modifiers = _call(
@@ -181,7 +185,7 @@ def grad_accumulate(
     dropout_keys: Optional[Tensor] = None,
     path: str = "auto",
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Exact sums of dQ, dK and dV over the queries Q and the keys K[:, :, kv_lo:kv_hi].
+    """Exact sums of dQ, dK and dV over the queries Q and the keys K[:, :, kv_lo:kv_hi] (contract section 8).
 
     Args:
         A, B, C: int32, of `grad_reference`, combined over all shards, not of this shard alone.
@@ -193,7 +197,7 @@ def grad_accumulate(
         Combine shards by +, in any order: dQ over shards of the keys, dK and dV over shards of the queries.
 
     Raises:
-        As grad_reference.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `grad_reference`.
     """
     given = (Q, K, V, dO, out, rowmax, DEN)
     call, modifiers = _call(
@@ -214,7 +218,7 @@ def grad_finalize(
     precision: str = "highest",
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """One of dQ, dK, dV from its sums over all shards, rounded once.
+    """One of dQ, dK, dV from its sums over all shards, rounded once (contract section 8).
 
     Args:
         SUM: int64 [..., D, 3], the sum of the shards'; the digits need not be normalised.

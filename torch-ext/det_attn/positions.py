@@ -1,7 +1,7 @@
 """Where the rows of every rank lie in the whole sequence. Any layout is a list of global positions.
 
 In: how many queries and keys each rank holds, and a layout. Out: `Slice`s, and which keys of one slice the queries of
-another attend, as arguments of a stage (contract section 2).
+another attend, as arguments of a stage (contract sections 2, 10).
 """
 
 from typing import List, NamedTuple, Optional, Sequence, Tuple
@@ -70,7 +70,7 @@ def slices_of(name: str, lengths: Sequence[int], offset: int, device: torch.devi
 
 
 class Mask(NamedTuple):
-    """What decides, beside the positions, whether a query attends a key (contract section 2)."""
+    """What decides, beside the positions, whether a query attends a key (contract sections 2, 10)."""
 
     causal: bool
     left: int  # of the window; -1 is no limit

@@ -1,7 +1,7 @@
 """torch's scaled_dot_product_attention with det-attn's bytes, and the switch that puts it in torch's place.
 
 In: query [..., Hq, L, E], key [..., H, S, E], value [..., H, S, Ev], as torch takes them. Out: [..., Hq, L, Ev] in the
-dtype of the input. The bytes are those of `det_attn` (contract sections 1-7), whatever the leading dimensions.
+dtype of the input. The bytes are those of `det_attn` (contract sections 1-8, 10, 11), whatever the leading dimensions.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def scaled_dot_product_attention(
             or float16, all of one dtype and on one device; under autocast they are converted to its dtype first, as
             by torch. Leading dimensions broadcast; there may be none.
         attn_mask: broadcastable to [..., Hq, L, S]. bool: True is attended. float32, bfloat16 or float16: added to the
-            scaled scores, -inf is not attended (contract section 2).
+            scaled scores, -inf is not attended (contract section 10). No gradient.
         dropout_p: probability of dropping a weight. The seed is drawn from torch's default CPU generator, on every
             device: torch.manual_seed governs it, and nothing waits for a GPU.
         is_causal: query i attends the keys j <= i: aligned to the top left, unlike `det_attn(causal=True)`.
@@ -50,7 +50,8 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: attn_mask requires grad, or an input has a forward-mode tangent.
+        NotImplementedError: attn_mask requires grad and grad mode is on, or an input has a forward-mode tangent; from
+            the backward() of a gradient.
     """
     if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = cast_for_autocast(query, key, value)

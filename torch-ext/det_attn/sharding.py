@@ -1,8 +1,7 @@
-"""Attention over shards of the keys on one device: the stages of the forward and of the backward pass, combined by max
-and +.
+"""Attention over shards of the keys on one device: the stages, forward and backward, combined by max and +.
 
 In: as the fused call, and how the keys are cut. Out: the fused call's bytes, and those of its gradients, for every cut
-(contract sections 3, 5, 6, 8).
+(contract sections 3, 5, 6, 8, 10, 11).
 """
 
 from typing import Optional, Sequence
@@ -46,7 +45,9 @@ def det_attn_sharded(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: from the backward() of a gradient: the second derivative does not exist.
+        NotImplementedError, RuntimeError: as `det_attn`.
+
+    Gradients are those of `det_attn`, byte for byte, over the same shards.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)

@@ -59,7 +59,7 @@ def rowmax(
     key_ranges: Optional[Tensor] = None,
     path: str = "auto",
 ) -> Tensor:
-    """Maximum of each query's scores over the keys K[:, :, kv_lo:kv_hi] (contract sections 2, 3).
+    """Maximum of each query's scores over the keys K[:, :, kv_lo:kv_hi] (contract sections 2, 3, 10).
 
     Args:
         Q: [B, Hq, Sq, D]; K: [B, Hkv, Skv, D], Hq a multiple of Hkv; float32, bfloat16 or float16, one dtype, one
@@ -73,7 +73,7 @@ def rowmax(
             or dropout_p it needs a q_offset.
         attn_bias, window, softcap, alibi_slopes, key_ranges: those of `det_attn`; a bias and ranges are of the K
             passed, [.., Skv] and local.
-        path: "auto", "reference", "mma" or "wgmma": which kernels run. The bytes are the same.
+        path: "auto" or "reference", on CUDA also "mma" or "wgmma": which kernels run. The bytes are the same.
 
     Returns:
         float64 [B, Hq, Sq], exact multiples of 2^-24; -inf where no key is attended; NaN where the query or an
@@ -82,6 +82,7 @@ def rowmax(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
+        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     diagonal, modifiers = checks.modifiers(
@@ -120,7 +121,7 @@ def accumulate(
     dropout_keys: Optional[Tensor] = None,
     path: str = "auto",
 ) -> Tuple[Tensor, Tensor]:
-    """Exact sums of weights, and of weights times values, over the keys [kv_lo, kv_hi) (contract sections 4, 5, 7).
+    """Exact sums of weights, and of weights times values, over the keys [kv_lo, kv_hi) (contract sections 4, 5, 7, 11).
 
     Args:
         V: [B, Hkv, Skv, D], K's shape, dtype and device.
@@ -139,6 +140,7 @@ def accumulate(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
+        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)

@@ -66,7 +66,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: sinks, paged caches, weights, or the gradient of position_bias were asked for.
+        NotImplementedError: sinks, paged caches, weights, or the gradient of position_bias or of a float mask were
+            asked for.
     """
     if s_aux is not None or block_table is not None or output_attentions:
         name = "s_aux" if s_aux is not None else "block_table" if block_table is not None else "output_attentions"

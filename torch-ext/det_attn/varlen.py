@@ -58,7 +58,10 @@ def det_attn_varlen(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: an input requires grad beside a block_table and grad mode is on.
+        NotImplementedError: an input requires grad beside a block_table and grad mode is on; else as `det_attn`.
+        RuntimeError: as `det_attn`.
+
+    Gradients of q, k and v are those of `det_attn` for each sequence, byte for byte.
     """
     sequences = _lengths(cu_seqlens_q, "cu_seqlens_q", q, None) - 1
     _lengths(cu_seqlens_k, "cu_seqlens_k", q, sequences + 1)
