@@ -131,8 +131,7 @@ def commit():
 def append_results(path, device, table, targets, what="forward"):
     """Adds a dated section to the results."""
     path = Path(path)
-    writers = "benchmarks/bench_forward.py and benchmarks/bench_backward.py"
-    start = "" if path.exists() else f"# Measured speed\n\nWritten by {writers}, newest last.\n"
+    start = "" if path.exists() else "# Measured speed\n\nWritten by the scripts in benchmarks/, newest last.\n"
     command = " ".join(["python", *sys.argv])
     lines = [f"## {datetime.date.today()}, {what}: {device_name(device)}", "", f"`{command}`{commit()}", ""]
     if targets:

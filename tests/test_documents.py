@@ -40,7 +40,10 @@ def test_every_example_runs(kernel, name, tmp_path, monkeypatch):
         pytest.skip(f"examples that need {', '.join(sorted(missing))} did not run: not installed")
 
 
-@pytest.mark.parametrize("name", ["README.md", "CARD.md", "docs/contract.md", "docs/releasing.md"])
+DOCUMENTS = ["README.md", "CARD.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_file_linked_to_is_there(name):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text_of(name)):
         assert (ROOT / name).parent.joinpath(target).is_file(), target
