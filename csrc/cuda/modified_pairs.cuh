@@ -24,8 +24,8 @@ __device__ inline int64_t modified_distance(int64_t maximum, int64_t score) {
   return score == kScoreMasked || score == kScorePoisoned ? kZeroWeightDistance : maximum - score;
 }
 
-// Section 11: which of the keys `key`, + 1, + 8, + 9 a query row leaves out of the sums. Two keys side by side share their
-// random words mostly. row_id is Dropout::row_id().
+// Section 11: which of the keys `key`, + 1, + 8, + 9 a query row leaves out of the sums. Two keys side by side mostly
+// share their random words. row_id is Dropout::row_id().
 template <class Args>
 __device__ __forceinline__ unsigned dropped_keys(const Args& args, int64_t row_id, int head, int key) {
   const Problem& p = args.problem;

@@ -209,9 +209,9 @@ __device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const
 }
 
 // ---- sections 10 and 11: the same under modifiers ----
-// Pair by pair by the rules and out of line, for the 32 x 32 pairs of a warp at once: what modifiers need would not find
-// registers beside the accumulators. p and the softcap's slopes wait in shared memory: float4 (4 * m + n) * stride of the
-// lane's holds p of the pairs (n, i) of the 16-row half m, and slopes are 8 * stride further.
+// Pair by pair by the rules and out of line, for the 32 x 32 pairs of a warp at once: what modifiers need would not
+// find registers beside the accumulators. p and the softcap's slopes wait in shared memory: float4 (4 * m + n) * stride
+// of the lane's holds p of the pairs (n, i) of the 16-row half m, and slopes are 8 * stride further.
 
 // Where a warp's pairs stand, and what is known of their rows and keys.
 struct WarpPairs {

@@ -55,7 +55,7 @@ struct Prepared {
   int64_t* rowmax;         // [heads][rows_pad], M as an integer
   int2* row_keys;          // [heads][rows_pad]: begin and end of the attended keys, relative to kv_lo; 0, 0 if none
   int64_t* row_bias;       // [heads][rows_pad]: where a row's bias of key kv_lo lies; null without a bias
-  int32_t* tile_first;     // [heads][rows_pad / kRowPad]: the first attended key of a tile, down to a multiple of kKeyPad
+  int32_t* tile_first;     // [heads][rows_pad / kRowPad]: a tile's first attended key, down to a multiple of kKeyPad
 };
 
 // The C fragment of m16n8k32 gives a thread columns 2t, 2t+1 of two neighbouring 8-key blocks; as an A fragment it

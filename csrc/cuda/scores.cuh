@@ -183,8 +183,8 @@ struct Block {
   bool masked;              // some pair may be masked
 };
 
-// The block of key 0, were there one, of row block `row16`, counted from the chunk's first, of a tile. Blocks of a chunk
-// are far fewer than 2^31; without distances the number means nothing.
+// The block of key 0, were there one, of row block `row16`, counted from the chunk's first, of a tile. Blocks of a
+// chunk are far fewer than 2^31; without distances the number means nothing.
 __device__ __forceinline__ int first_block(const Distances& d, int64_t row16, int tile_first) {
   return static_cast<int>(row16 * d.key_blocks) - tile_first / kBlockKeys;
 }
@@ -210,8 +210,8 @@ static __device__ __noinline__ int64_t modify(const ScoresArgs& args, int64_t ro
   return s == kPoisonedScore || changed == kScorePoisoned ? kPoisonedScore : changed;
 }
 
-// Any exponents, any scores, and the modifiers, if MODIFIED: 64 bits throughout. Out of line: ordinary tiles do not come
-// here.
+// Any exponents, any scores, and the modifiers, if MODIFIED: 64 bits throughout. Out of line: ordinary tiles do not
+// come here.
 template <bool GIVEN, bool MODIFIED>
 static __device__ __noinline__ void finish_block_careful(const Dots dots, const WarpRows& warp, const BlockRows rows,
                                                          const Block block, int lane, int64_t* row_max) {
@@ -256,7 +256,8 @@ static __device__ __noinline__ void finish_block_careful(const Dots dots, const 
                    clamp_distance(top[h] - s[n + 1][2 * h]), clamp_distance(top[h] - s[n + 1][2 * h + 1]));
   }
 }
-constexpr int32_t kNone = INT32_MIN;  // a masked pair among 32-bit scores, which are above -2^30, with a bias -2^31 + 2^29
+// A masked pair among 32-bit scores, which are above -2^30, with a bias above -2^31 + 2^29.
+constexpr int32_t kNone = INT32_MIN;
 
 // Section 10 where a bias is all there is, and is below 32 in magnitude: then it takes 29 bits, and so does the way.
 __device__ __forceinline__ bool only_bias(const Modifiers& m) { return m.softcap == 0.0 && m.slopes == nullptr; }

@@ -333,7 +333,7 @@ struct SumsWork {
   __device__ __forceinline__ SumsWork(const SumsArgs& args, int* shared) {
     const Shape& s = args.shape;
     constexpr int kSubTiles = kRowPad / Tile::kRows;
-    // Later rows attend more keys when causal: the long ones first, of all heads at once where the chunk is whole heads.
+    // Later rows attend more keys when causal: the long ones first, of all heads at once where a chunk is whole heads.
     const int64_t tiles_per_head = s.rows_pad / kRowPad, subs = gridDim.x / args.dim_blocks;
     const int64_t heads = subs % (tiles_per_head * kSubTiles) == 0 ? subs / (tiles_per_head * kSubTiles) : 1;
     dim_block = static_cast<int>(blockIdx.x % args.dim_blocks);

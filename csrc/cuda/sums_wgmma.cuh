@@ -1,6 +1,6 @@
 // Sums kernel on wgmma (sm_90a): the same stage, arguments and results as sums_mma.cuh. A CTA owns 64 rows x kDims
-// dims; its two warpgroups take half of the dims each. While the tensor cores multiply one key step, the same warps form
-// the weights of the next.
+// dims; its two warpgroups take half of the dims each. While the tensor cores multiply one key step, the same warps
+// form the weights of the next.
 #pragma once
 
 #include "sums.cuh"

@@ -64,7 +64,7 @@ def det_attn(
         alibi_slopes: float32 [Hq] or [B, Hq]: adds -slope * |i + q_offset - j| to the scores. No gradient.
         key_ranges: int32 [B or 1, Sq, 2], contiguous, on Q's device: query i attends keys in [begin, end) only, beside
             what causal and window say; ends beyond K are cut there. A third number a query, if there is one, stands
-            for i + q_offset: its place among the keys.
+            for i + q_offset in causal, window and ALiBi, not in dropout: its place among the keys.
         dropout_p: weights are dropped with this probability, 0 to 1, and the others scaled by 1 / (1 - dropout_p).
         dropout_seed: 64-bit integer. Which weights are dropped depends on it and on batch, head, i + q_offset and j
             alone (contract section 11).

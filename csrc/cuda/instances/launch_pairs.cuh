@@ -49,8 +49,8 @@ void launch_pairs_planes(const Context& ctx, const PairsArgs& args) {
   }
 }
 
-// The slopes take shared memory, too: a tile of fewer rows is next where the large one does not fit. The kernels of wide
-// rows serve narrow ones as well.
+// The slopes take shared memory, too: a tile of fewer rows is next where the large one does not fit. The kernels of
+// wide rows serve narrow ones as well.
 template <int PLANES>
 void launch_pairs_modified(const Context& ctx, const PairsArgs& args) {
   constexpr bool kWide = PLANES == 3;
