@@ -65,6 +65,11 @@ def tensor(x):
     return torch.from_numpy(np.ascontiguousarray(x))
 
 
+def narrow(x, dtype):
+    """Section 6's rounding of a float32 tensor: torch's own turns NaN into other bits on some machines."""
+    return x.to(dtype).masked_fill(x.isnan(), float("nan"))
+
+
 def split_heads(**kwargs):
     """Sizes for `generators.inputs` out of a case that says heads=(Hq, Hkv)."""
     kwargs = dict(kwargs)

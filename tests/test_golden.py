@@ -16,9 +16,11 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import generators  # noqa: E402
-from helpers import kernel_boundaries, oracle_boundaries, paths, sha256, split_heads, tensor  # noqa: E402
+import oracle  # noqa: E402
+from helpers import kernel_boundaries, narrow, oracle_boundaries, paths, sha256, split_heads, tensor  # noqa: E402
 
 GOLDEN = HERE / "golden.json"
+GRADIENTS = ("dQ", "dK", "dV")
 SMALL = dict(B=2, heads=(4, 2), Sq=33, Skv=65, D=40)
 
 
@@ -93,11 +95,19 @@ def inputs_of(source):
     return tensor(x["Q"][None]), tensor(x["K"][None, None]), tensor(x["V"][None, None])
 
 
+def output_gradient_of(source, Q):
+    if isinstance(source, dict):
+        return tensor(generators.normal(source["seed"], 90, Q.shape))
+    return tensor(np.load(HERE / "vectors" / f"{source}.npz")["dO"][None])
+
+
 def oracle_hashes(name):
     source, settings = fixtures()[name]
     inputs = inputs_of(source)
     found = {n: sha256(x) for n, x in zip(("Q", "K", "V"), (x.view(torch.uint8) for x in inputs))}
     found.update({n: sha256(x) for n, x in oracle_boundaries(*inputs, **settings).items()})
+    gradients = oracle.gradients(*inputs, output_gradient_of(source, inputs[0]), **settings)
+    found.update({n: sha256(narrow(tensor(x), inputs[0].dtype)) for n, x in zip(GRADIENTS, gradients)})
     return found
 
 
@@ -117,6 +127,9 @@ def test_kernel_meets_the_golden_hashes(kernel, device, name):
     for path in paths(kernel, device):
         found = {n: sha256(x) for n, x in kernel_boundaries(kernel, *on_device, path=path, **settings).items()}
         assert found == {n: expected[twin.get(n, n)] for n in found}, f"path {path}"
+        leaves = [x.clone().requires_grad_() for x in on_device]
+        kernel.det_attn(*leaves, path=path, **settings).backward(output_gradient_of(source, inputs[0]).to(device))
+        assert {n: sha256(x.grad.cpu()) for n, x in zip(GRADIENTS, leaves)} == {n: expected[n] for n in GRADIENTS}, path
 
 
 @pytest.mark.parametrize("name", fixtures())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import generators
 import oracle
 from conftest import assert_same_bits
-from helpers import NO_MODIFIERS, every_modifier, make, tensor
+from helpers import NO_MODIFIERS, every_modifier, make, narrow, tensor
 
 VECTORS = pathlib.Path(__file__).parent / "vectors"
 INDEX = json.loads((VECTORS / "index.json").read_text())
@@ -58,11 +58,6 @@ def test_gradients_meet_the_worked_examples(kernel, device, name):
     found = gradients(lambda *qkv: kernel.det_attn(*qkv, settings["causal"], **how), Q, K, V, dO)
     for name, y in zip(NAMES, found[1:]):
         assert_same_bits(y.reshape(x[name].shape), tensor(x[name]), name)
-
-
-def narrow(x, dtype):
-    """Section 6's rounding: torch's own turns NaN into other bits on some machines."""
-    return x.to(dtype).masked_fill(x.isnan(), float("nan"))
 
 
 def check(kernel, device, inputs, causal=False, scale=None, precision="highest", q_offset=None):
