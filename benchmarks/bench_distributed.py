@@ -169,7 +169,9 @@ class Bench:
         megabytes = 2 * self.args.heads * self.args.head_dim * self.args.length * 2 / 1e6
         self.say(f"\n{precision}: S x S pieces in ms: " + ", ".join(f"{k} {x * 1e3:.2f}" for k, x in t.items())
                  + f"; a hop of K and V is {megabytes:.0f} MB, {megabytes / 1e3 / t['hop']:.0f} GB/s")
-        self.say("\n| ranks | ring, forward, s | of one rank's time | gather, s | of one rank's time | wire of a step |")
+        self.say(
+            "\n| ranks | ring, forward, s | of one rank's time | gather, s | of one rank's time | wire of a step |"
+        )
         self.say("|---|---|---|---|---|---|")
         chunks = 4
         for n in MODELLED:

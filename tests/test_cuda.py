@@ -115,12 +115,14 @@ def test_few_queries_read_keys_and_values_in_place(kernel, block, dtype):
         def choose(values):
             return values[next(pick) % len(values)]
 
-        keys, (Sq, heads) = choose(EDGES + LONG + (5000,)), choose(((1, (8, 2)), (16, (1, 1)), (5, (6, 2)), (2, (2, 2))))
+        keys = choose(EDGES + LONG + (5000,))
+        Sq, heads = choose(((1, (8, 2)), (16, (1, 1)), (5, (6, 2)), (2, (2, 2))))
         sizes = dict(family=choose(generators.FAMILIES), B=choose((1, 2)), heads=heads, Sq=Sq, Skv=keys, seed=seed,
                      D=choose((8, 16, 40, 64, 72, 96, 120, 128, 44)), dtype=dtype)  # fmt: skip
         lo = next(pick) % (keys + 1)
         how = dict(causal=choose((False, True)), precision=choose(PRECISIONS), layout=choose(LAYOUTS),
-                   part=(lo, lo + next(pick) % (keys - lo + 1)), q_offset=choose((None, None, 0, keys // 2)))  # fmt: skip
+                   part=(lo, lo + next(pick) % (keys - lo + 1)),
+                   q_offset=choose((None, None, 0, keys // 2)))  # fmt: skip
         check(kernel, make(**sizes), f"seed {seed}: {sizes} {how}:", **how)
 
 
@@ -168,8 +170,11 @@ def test_scores_of_extreme_digits(kernel, D, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("Sq,Skv,D,dtype", [(40, 777, 72, "float32"), (3, 9001, 64, "float32"), (20, 300, 256, "float32"),
-                                            (3, 9001, 64, "bfloat16"), (4, 20001, 128, "bfloat16")])  # fmt: skip
+@pytest.mark.parametrize(
+    "Sq,Skv,D,dtype",
+    [(40, 777, 72, "float32"), (3, 9001, 64, "float32"), (20, 300, 256, "float32"), (3, 9001, 64, "bfloat16"),
+     (4, 20001, 128, "bfloat16")],
+)  # fmt: skip
 def test_values_of_every_exponent(kernel, Sq, Skv, D, dtype, precision):
     """Value rows from denormals to the largest float32 in one head, and rows of zeros: every bucket of exponents."""
     Q, K, V = (x.float() for x in make("normal", heads=(4, 2), Sq=Sq, Skv=Skv, D=D, dtype=dtype, seed=23))

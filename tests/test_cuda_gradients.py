@@ -85,7 +85,9 @@ def test_heads_and_rows_in_rounds(kernel, B, heads, Sq, Skv, D, causal, precisio
     check(kernel, inputs, causal=causal, precision=precision, part=(70, 190), staged=Sq * Skv < 10**7)
 
 
-@pytest.mark.parametrize("need", [(True, False, False), (False, True, False), (False, False, True), (True, True, False)])
+@pytest.mark.parametrize(
+    "need", [(True, False, False), (False, True, False), (False, False, True), (True, True, False)]
+)
 def test_only_what_is_wanted(kernel, need):
     inputs = with_gradient(make("normal", heads=(4, 2), Sq=150, Skv=170, D=72, seed=42))
     expected = results(kernel, inputs, staged=False)

@@ -463,7 +463,9 @@ def test_a_rank_that_dies_is_an_error_and_no_hang(tmp_path, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example,sizes", [("context_parallel.py --length 100", (1, 3)), ("train_world_size.py", (2, 4))])
+@pytest.mark.parametrize(
+    "example,sizes", [("context_parallel.py --length 100", (1, 3)), ("train_world_size.py", (2, 4))]
+)
 def test_the_examples_print_the_same_for_every_number_of_ranks(tmp_path, example, sizes):
     script, *options = example.split()
     for size in sizes:

@@ -71,7 +71,9 @@ GRADIENT_SCHEMAS = {
     "grad_accumulate": f"{GRADIENT_INPUTS}Tensor a, Tensor b, Tensor c, {GRADIENT_CALL}{GRADIENT_NEED}{MODIFIERS}"
     "str path) -> (Tensor dq, Tensor dk, Tensor dv)",
     "grad_finalize": "(Tensor sums, Tensor reference, float scale, str precision, ScalarType out_dtype) -> Tensor",
-    "backward": f"{GRADIENT_INPUTS}{GRADIENT_CALL}{GRADIENT_NEED}{MODIFIERS}str path) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward": (
+        f"{GRADIENT_INPUTS}{GRADIENT_CALL}{GRADIENT_NEED}{MODIFIERS}str path) -> (Tensor dq, Tensor dk, Tensor dv)"
+    ),
 }  # their opcheck is in test_gradients.py
 
 

@@ -386,16 +386,21 @@ def test_torch_compile_takes_it_in_one_graph(kernel, device):
 
 
 def test_the_switch_costs_less_than_ten_microseconds(kernel):
-    """Of Python, beyond the op itself: the smallest of many short measurements, as the machine has other work to do."""
+    """Of Python, beyond the op itself: the smallest of many short measurements, as the machine has other work to do. A
+    slower Python than the one of 11 us for 1000 empty rounds may take as much longer."""
     x = torch.randn(1, 1, 1, 16)
     call = arguments_of_the_op(kernel, x)
     op = kernel.ops.forward.default
 
-    ways = (lambda: op(*call), lambda: functional.scaled_dot_product_attention(x, x, x))
+    def empty_rounds():
+        for _ in range(1000):
+            pass
+
+    ways = (lambda: op(*call), lambda: functional.scaled_dot_product_attention(x, x, x), empty_rounds)
     with torch.no_grad(), kernel.replace_sdpa():
         rounds = [[timeit.timeit(way, number=20) / 20 for way in ways] for _ in range(400)]
-    alone, replaced = (min(times) for times in zip(*rounds))
-    assert replaced - alone < 10e-6, f"{(replaced - alone) * 1e6:.1f} us"
+    alone, replaced, python = (min(times) for times in zip(*rounds))
+    assert replaced - alone < 10e-6 * max(1.0, python / 11e-6), f"{(replaced - alone) * 1e6:.1f} us"
 
 
 def arguments_of_the_op(kernel, x):

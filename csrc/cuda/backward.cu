@@ -38,7 +38,8 @@ Pairs pairs_workspace(const BackwardCall& b, const Strips& strips) {
 
 void run_pairs(const BackwardCall& b, const Strip& strip, const Pairs& pairs, const References& references) {
   if (strip.heads * strip.rows == 0 || b.shape.keys == 0) return;
-  b.engine.pairs(b.ctx, PairsArgs{b.call.problem, b.shape, b.query, b.grad, b.key, b.value, b.state, strip, pairs, references});
+  b.engine.pairs(b.ctx, PairsArgs{b.call.problem, b.shape, b.query, b.grad, b.key, b.value, b.state, strip, pairs,
+                                  references});
 }
 
 // Inner rows of one CTA: enough parts to fill the device a few times, each worth its additions.

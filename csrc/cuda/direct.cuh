@@ -66,8 +66,8 @@ __device__ __forceinline__ int exponent_of_largest(int largest) {
   return (__float_as_int(Packed<BF16>::low(static_cast<uint32_t>(largest))) >> 23) - 126;
 }
 
-// Byte planes of four integers that lie side by side: planes[p] gets them as one word. A 16-bit float has 11 significant
-// bits at most, so the largest element of its row is an integer below the limit as it is.
+// Byte planes of four integers that lie side by side: planes[p] gets them as one word. A 16-bit float has 11
+// significant bits at most, so the largest element of its row is an integer below the limit as it is.
 __device__ __forceinline__ void quantise_four(const float (&x)[4], RowScale scale, uint32_t (&planes)[4]) {
   const uint32_t q[4] = {static_cast<uint32_t>(scale.round(x[0])), static_cast<uint32_t>(scale.round(x[1])),
                          static_cast<uint32_t>(scale.round(x[2])), static_cast<uint32_t>(scale.round(x[3]))};

@@ -150,7 +150,7 @@ Plan plan_of(const Context& ctx, Engine engine, const Problem& problem, const Sh
   const int64_t sms = processors(ctx), ctas = plan.chunk_tiles * per_tile;
   int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
   const int64_t tiles_per_head = s.rows_pad / kRowPad;
-  if (is_uneven(problem.mask) && plan.chunk_tiles > tiles_per_head) {  // whole heads, whose long and short rows even out
+  if (is_uneven(problem.mask) && plan.chunk_tiles > tiles_per_head) {  // whole heads: long and short rows even out
     plan.chunk_tiles -= plan.chunk_tiles % tiles_per_head;
   } else if (plan.chunk_tiles < plan.tiles) {  // whole waves of CTAs, where a chunk has at least one
     const int64_t wave = ceil_div(sms, per_tile);

@@ -108,7 +108,7 @@ struct SumJob {
 // and an int64 the whole sum.
 constexpr int64_t kMostInnerRows = 8192;
 static_assert(kMostInnerRows * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must hold a CTA's part");
-static_assert(kMostInnerRows << (23 + kHighest.operand_bits - 1) < INT64_MAX / 2, "and an int64 its sum");
+static_assert(kMostInnerRows << (kGradientBits + kHighest.operand_bits - 1) < INT64_MAX / 2, "and an int64 its sum");
 
 struct GradientSumsArgs {
   Shape shape;

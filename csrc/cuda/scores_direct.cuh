@@ -11,7 +11,8 @@ namespace det_attn::cuda {
 template <int PLANES, int DIMS>
 struct ScoresDirectTile {
   static constexpr int kPlanes = PLANES, kDims = DIMS, kWarps = 4, kThreads = kWarps * kWarpSize;
-  static constexpr int kSlabBlocks = 8, kSlab = kWarps * kSlabBlocks * kBlockKeys;  // blocks of 32 keys a warp, keys a CTA
+  // Blocks of 32 keys a warp, keys a CTA.
+  static constexpr int kSlabBlocks = 8, kSlab = kWarps * kSlabBlocks * kBlockKeys;
   static constexpr int kQueryBytes = PLANES * kBlockRows * DIMS, kKeyBytes = PLANES * kBlockKeys * DIMS;
   static constexpr int kSharedBytes = kQueryBytes + kWarps * kKeyBytes;
 };

@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
       const int key_base = keys.first + t * kKeys + half * kBlockKeys;
       const Block block = block_at(args.distances, blocks, key_base, key_exponents[stage] + half * kBlockKeys,
                                    warp_rows.mask_block(key_base));
-      finish_block<kPlanes, kWide, GIVEN, false>([&](int g, int n, int i) { return acc[g][half * 4 + n][i]; }, warp_rows,
-                                          rows[0], block, lane, row_max);
+      const auto group = [&](int g, int n, int i) { return acc[g][half * 4 + n][i]; };
+      finish_block<kPlanes, kWide, GIVEN, false>(group, warp_rows, rows[0], block, lane, row_max);
     }
     barrier_arrive(&free_again[stage]);  // after the exponents were read
   }

@@ -274,7 +274,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kSumsDirectCtas)
     }
     Fetched fetched;
     if (!padding) {
-      fetched.fetch(args.distances, blockIdx.x * args.distances.key_blocks + (key - tile_first) / kBlockKeys + block, half, lane);
+      const int64_t first = blockIdx.x * args.distances.key_blocks + (key - tile_first) / kBlockKeys;
+      fetched.fetch(args.distances, first + block, half, lane);
     }
     __syncthreads();
     // Every thread reaches the same decision: one pass over the step's keys, or one for each stretch of exponents.

@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_wgmma_kernel(const __g
       parity ^= stage == 0;
       if (more) {
         if (threadIdx.x == 0) load_values(step + 1, stage);  // the stage was read two steps ago
-        weights.template form<false>(fetched, shared + ((step + 1) & 1) * Tile::kWeightBytes, bucket, many, lane, NoneDropped());
+        uint8_t* next = shared + ((step + 1) & 1) * Tile::kWeightBytes;
+        weights.template form<false>(fetched, next, bucket, many, lane, NoneDropped());
         if (step + 2 < work.steps) weights.fetch(args.distances, fetched);
         wgmma_publish();
       }
