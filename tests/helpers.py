@@ -26,7 +26,7 @@ def path_is_there(kernel, device, path):
     x = torch.zeros(1, 1, 1, 64, device=device)
     try:
         kernel.det_attn(x, x, x, path=path)
-    except RuntimeError as error:
+    except ValueError as error:
         if "compute capability" in str(error):
             return False
         raise

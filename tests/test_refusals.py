@@ -296,6 +296,13 @@ def test_mixed_devices(kernel, name):
 
 
 @pytest.mark.gpu
+def test_wgmma_on_another_gpu(kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match="^path: got 'wgmma' on a GPU without it"):
+        kernel.det_attn(**good("cuda"), path="wgmma")
+
+
+@pytest.mark.gpu
 def test_mixed_devices_of_sums(kernel):
     with pytest.raises(ValueError, match="^rowmax: got device cpu, must be on Q's"):
         call(kernel, "accumulate", "cuda", rowmax=zeros(2, 4, 5, dtype=torch.float64))

@@ -81,7 +81,6 @@ def det_attn(
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: attn_bias or alibi_slopes requires grad and grad mode is on, or an input has a forward-mode
             tangent; from the backward() of a gradient: the second derivative does not exist.
-        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
 
     Gradients of Q, K and V, those that require one, are exact sums too (contract section 8): the same bytes for every
     run, batching, grouping and sharding, in Q's dtype. The State has no gradient.

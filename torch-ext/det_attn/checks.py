@@ -460,6 +460,8 @@ def path_name(path, x):
     _choice(path, "path", ("auto", "reference", "mma", "wgmma"))
     if path in ("mma", "wgmma") and x.is_cpu:
         raise ValueError(f"path: got {path!r} with CPU tensors, allowed there are 'auto' and 'reference'")
+    if path == "wgmma" and torch.cuda.get_device_capability(x.device) != (9, 0):
+        raise ValueError("path: got 'wgmma' on a GPU without it, it needs compute capability 9.0")
 
 
 def output_dtype(out_dtype):

@@ -92,7 +92,7 @@ def det_attn_context_parallel(
         TypeError, ValueError: an argument is not as above, on this rank or on another one, or not the same on all:
             raised on every rank, the message names the rank. Nothing is computed.
         RuntimeError: there is no process group; or, from torch.distributed, a rank died or did not call within the
-            group's timeout; or path "wgmma" on a GPU whose compute capability is not 9.0.
+            group's timeout.
         NotImplementedError: an input has a forward-mode tangent; from the backward() of a gradient: the second
             derivative does not exist.
 

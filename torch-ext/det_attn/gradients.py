@@ -144,7 +144,6 @@ def grad_reference(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
-        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
     """
     given = (Q, K, V, dO, out, rowmax, DEN)
     call, modifiers = _call(

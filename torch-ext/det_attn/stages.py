@@ -82,7 +82,6 @@ def rowmax(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
-        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     diagonal, modifiers = checks.modifiers(
@@ -140,7 +139,6 @@ def accumulate(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
-        RuntimeError: path "wgmma" on a GPU whose compute capability is not 9.0.
     """
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)
