@@ -455,6 +455,15 @@ def test_a_window_beyond_int32_is_no_limit(kernel, device, sliding_window):
         assert_same_bits(kernel.attention(Layer(), q, k, v, sliding_window=sliding_window, **how)[0], expected)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_lengths_may_be_symbolic(kernel, sliding_window):
+    torch._dynamo.reset()
+    q, k, v = heads("cpu")
+    call = functools.partial(kernel.attention, Layer(), sliding_window=sliding_window)
+    compiled = torch.compile(lambda *x: call(*x)[0], backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_same_bits(compiled(q, k, v), call(q, k, v)[0])
+
+
 def test_a_model_loads_it_by_its_hub_name(kernel):
     """From LOCAL_KERNELS here, and from a Hub in test_hub.py."""
     from transformers.utils import is_kernels_available

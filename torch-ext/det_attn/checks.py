@@ -346,7 +346,7 @@ def _no_modifier_gradient(x, name):
 def _bias(bias, Q, shape):
     """bool or a float dtype, broadcastable to [B, Hq, Sq, Skv]; returns it expanded."""
     if isinstance(bias, CausalBias):  # holds no values
-        raise TypeError("attn_bias: got torch's CausalBias, must be a torch.Tensor with values; or say causal, q_offset")
+        raise TypeError("attn_bias: got torch's CausalBias, must be a torch.Tensor with values; or use causal")
     _tensor(bias, "attn_bias")
     if bias.dtype is not torch.bool and bias.dtype not in _INPUT_DTYPES:
         raise TypeError(f"attn_bias: got dtype {bias.dtype}, allowed are bool, float32, bfloat16 and float16")
@@ -418,7 +418,7 @@ def pages(k, v, block_table):
     if v.shape != k.shape:
         raise ValueError(f"v: got pages of shape {tuple(v.shape)}, must be k's, {tuple(k.shape)}")
     if k.shape[0] == 0 and block_table.shape[1] > 0:
-        raise ValueError(f"k: got no pages in shape {tuple(k.shape)}, but block_table has {block_table.shape[1]} columns")
+        raise ValueError(f"k: got no pages, but block_table has shape {tuple(block_table.shape)}")
 
 
 def _ids(x, name, Q, shape):

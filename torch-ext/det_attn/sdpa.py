@@ -52,7 +52,8 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: attn_mask requires grad, or an input has a forward-mode tangent.
     """
-    checks.are_tensors(query=query, key=key, value=value)
+    if not type(query) is type(key) is type(value) is Tensor or query.is_nested or key.is_nested or value.is_nested:
+        checks.are_tensors(query=query, key=key, value=value)
     if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = cast_for_autocast(query, key, value)
     if attn_mask is not None and is_causal:
@@ -118,6 +119,7 @@ def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision
 
 def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision):
     """Any leading dimensions, grouped heads, and values of another width, brought to det_attn's shapes by views."""
+    checks.are_tensors(query=query, key=key, value=value)
     for x, name in ((query, "query"), (key, "key"), (value, "value")):
         if x.dim() < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be at least 2-D [..., length, head_dim]")

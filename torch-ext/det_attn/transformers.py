@@ -97,7 +97,7 @@ def attention(
             kept = attention_mask.shape[1]
             key, value = key[:, :, :kept], value[:, :, :kept]
             bias = attention_mask[:, None, None].to(torch.bool)
-        is_causal = bool(is_causal) and q_len > 1
+        is_causal = True if is_causal and q_len > 1 else False  # a bool for a traced length too
         if sliding_window is not None:
             window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
         kv_len = key.shape[2]
@@ -154,7 +154,7 @@ def _cached_ranges(position_ids, kv_len, window):
 def _check_starts(cu_seq_lens_q, cu_seq_lens_k, query):
     checks.are_tensors(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
     if query.shape[0] != 1:
-        raise ValueError(f"query: got a batch of {query.shape[0]} with cu_seq_lens_q, packed sequences are a batch of 1")
+        raise ValueError(f"query: got a batch of {query.shape[0]} with cu_seq_lens_q, must be a batch of 1")
     if cu_seq_lens_q.dim() != 1 or len(cu_seq_lens_q) < 2 or cu_seq_lens_k.shape != cu_seq_lens_q.shape:
         raise ValueError(
             f"cu_seq_lens_q, cu_seq_lens_k: got shapes {tuple(cu_seq_lens_q.shape)} and {tuple(cu_seq_lens_k.shape)}, "
