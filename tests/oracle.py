@@ -511,7 +511,7 @@ def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_o
     pairs = {}
     for at, to, pair in _pairs(Q, K, causal, scale, 0, None, precision, q_offset, 0, modifiers):
         bad_pair = pair.pair_bad | (pair.mask & ((pair.q_bad | o_bad[at])[:, None] | v_bad[to][None, :]))
-        bad_q[at] = bad_pair.any(-1)
+        bad_q[at] = bad_pair.any(-1) | (pair.mask.any(-1) & ~np.isfinite(out[at]).all(-1))
         bad_k[to] |= bad_pair.any(0)
         mask = pair.mask & ~bad_q[at][:, None]
         W = np.where(mask, weights(np.where(mask, M[at][:, None] - pair.S, 0), T), 0)

@@ -375,6 +375,7 @@ def test_ranks_that_disagree_all_learn_of_it(team, one, text):
         (dict(layout=("zigzag",)), "ValueError", "layout: got a tuple of 1"),
         (dict(layout=torch.arange(5.0)), "TypeError", "layout: got positions of dtype"),
         (dict(layout=torch.arange(4)), "ValueError", "layout: got positions of shape"),
+        (dict(layout=torch.arange(5) + 2**60), "ValueError", "layout: got position 1152921504606846980"),
         (dict(replicated_q=True), "ValueError", "replicated_q: got True with method='ring'"),
         (dict(chunk_bytes=0), "ValueError", "chunk_bytes: got 0"),
         (dict(q_offset=1.5), "TypeError", "q_offset: got float"),

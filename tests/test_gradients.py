@@ -60,12 +60,12 @@ def test_gradients_meet_the_worked_examples(kernel, device, name):
         assert_same_bits(y.reshape(x[name].shape), tensor(x[name]), name)
 
 
-def check(kernel, device, inputs, causal=False, scale=None, precision="highest", q_offset=None):
+def check(kernel, device, inputs, causal=False, scale=None, precision="highest", q_offset=None, **modifiers):
     """Every boundary of the backward pass against the oracle, on a device: references, gradients, fused and staged."""
     Q, K, V, dO = inputs
-    expected = oracle.gradients(*inputs, causal, scale, precision=precision, q_offset=q_offset)
+    expected = oracle.gradients(*inputs, causal, scale, precision=precision, q_offset=q_offset, **modifiers)
     references = [tensor(oracle.public_reference(r, g)) for r, g in zip(expected[3:], expected[:3])]
-    how = dict(causal=causal, scale=scale, precision=precision, q_offset=q_offset)
+    how = dict(causal=causal, scale=scale, precision=precision, q_offset=q_offset, **modifiers)
     Q, K, V, dO = (x.to(device) for x in inputs)
     found = gradients(lambda *qkv: kernel.det_attn(*qkv, **how), Q, K, V, dO)
     wanted = [narrow(tensor(x), Q.dtype) for x in expected[:3]]
@@ -121,6 +121,19 @@ def test_gradients_of_any_size_meet_the_oracle(kernel, device, exponent):
     dO = tensor(generators.scaled(dO.numpy(), exponent))
     V = V * 2.0**6
     check(kernel, device, (Q, K, V, dO))
+
+
+@pytest.mark.parametrize("dropout_p", [0.5, 0.9])
+def test_an_output_that_dropout_scales_to_infinity_is_no_number_of_others(kernel, device, dropout_p):
+    """Finite rows, but r takes the output of some queries beyond float32: dQ is NaN there, dK and dV leave them out."""
+    Q, K, V, dO = make_all("normal", seed=8, heads=(2, 1), Sq=9, Skv=40, D=16)
+    V[..., 0] = 3.4e38
+    dO = dO * 2.0**-30
+    out = kernel.det_attn(*(x.to(device) for x in (Q, K, V)), dropout_p=dropout_p, dropout_seed=3)
+    lost = out.cpu().isinf().any(-1)
+    assert lost.any() and not lost.all() and not out.isnan().any()
+    dQ, dK, dV = check(kernel, device, (Q, K, V, dO), dropout_p=dropout_p, dropout_seed=3)
+    assert torch.equal(dQ.cpu().isnan().any(-1), lost) and not dV.isnan().any()
 
 
 def test_large_rows_leave_the_fast_products(kernel, device):

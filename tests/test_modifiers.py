@@ -6,8 +6,10 @@ In: the cases below on every path. Out: every boundary against the oracle, and f
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 import generators
 import oracle
@@ -328,7 +330,6 @@ def test_softcap_is_tanh_and_odd(kernel):
 def test_tanh_is_accurate(kernel):
     """The oracle's tanh, which the kernel meets bit for bit, against a correctly rounded one: below 2^-50."""
     import mpmath
-    import numpy as np
 
     x = np.concatenate([np.linspace(0, 24, 3001), 2.0 ** np.arange(-60, 5), [1e300, np.inf]])
     t = oracle.tanh(x)
@@ -356,8 +357,6 @@ PHILOX = [
 @pytest.mark.parametrize("counter, key, words", PHILOX)
 def test_philox_gives_the_published_words(kernel, device, counter, key, words):
     """By the oracle, and by the kernel: a probability just above a word drops its key, at the word itself keeps it."""
-    import numpy as np
-
     seed = key[0] | key[1] << 32
     assert oracle.philox(np.array(counter, np.uint64), seed).tolist() == words
     row = counter[3] << 32 | counter[1]
@@ -427,7 +426,9 @@ REFUSED = [
     ("attn_bias", Z(2, 2, 5, 7), ValueError, r"attn_bias: got shape \(2, 2, 5, 7\)"),
     ("attn_bias", Z(5, 7, requires_grad=True), NotImplementedError, "attn_bias: got a tensor that requires grad"),
     ("window", 3, TypeError, "window: got int"),
+    ("window", np.array([1, 1]), TypeError, "window: got ndarray"),
     ("window", (1,), ValueError, "window: got 1 numbers"),
+    ("attn_bias", causal_lower_right(5, 7), TypeError, "attn_bias: got torch's CausalBias"),
     ("window", (1.0, 2), TypeError, "window: got float in it"),
     ("window", (True, 2), TypeError, "window: got bool in it"),
     ("window", (-2, 0), ValueError, r"window: got \(-2, 0\), allowed is -1"),

@@ -13,6 +13,7 @@ import torch
 from conftest import assert_same_bits
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 ORIGINAL = functional.scaled_dot_product_attention
 INF = float("inf")
@@ -238,6 +239,13 @@ def test_checkpointing_recomputes_the_same_dropout(kernel, device):
         assert_same_bits(x, y)
 
 
+@pytest.mark.parametrize("q_shape, kv_len", [((0, 2, 4, 5, 8), 7), ((2, 2, 4, 0, 8), 7), ((2, 2, 4, 5, 8), 0)])
+def test_a_mask_of_more_than_four_dimensions_may_be_empty(kernel, device, q_shape, kv_len):
+    q, k, v = qkv(q_shape, (*q_shape[:3], kv_len, 8), device=device)
+    out = kernel.scaled_dot_product_attention(q, k, v, torch.zeros(1, q_shape[3], kv_len, device=device))
+    assert_same_bits(out, torch.zeros(q_shape, device=device))
+
+
 # ---- Refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +256,19 @@ def zeros(*shape, **how):
 REFUSED = [
     (ValueError, "attn_mask", lambda: (*qkv((1, 1, 3, 4)), zeros(3, 3), 0.0, True)),
     (ValueError, "query", lambda: (zeros(4), zeros(3, 4), zeros(3, 4))),
+    (TypeError, "query: got NoneType", lambda: (None, zeros(3, 4), zeros(3, 4))),
+    (TypeError, "key: got list", lambda: (zeros(3, 4), [1.0], zeros(3, 4))),
+    (TypeError, "value: got NoneType", lambda: (zeros(3, 4), zeros(3, 4), None)),
+    (ValueError, "key: got a torch.sparse_coo", lambda: (zeros(3, 4), zeros(3, 4).to_sparse(), zeros(3, 4))),
+    (ValueError, "attn_mask: got shape", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, zeros(2, 3, 3))),
+    (ValueError, "attn_mask: got shape", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, zeros(1, 1, 2, 1, 3, 3))),
+    (TypeError, "attn_mask: got list", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, [1.0])),
+    (TypeError, "CausalBias", lambda: (*[zeros(1, 1, 3, 4)] * 3, causal_lower_right(3, 3))),
+    (
+        ValueError,
+        "do not broadcast",
+        lambda: (zeros(4, 3, 4), zeros(2, 3, 4), zeros(3, 4), None, 0.0, False, None, True),
+    ),
     (ValueError, "head_dim", lambda: (zeros(1, 1, 3, 4), zeros(1, 1, 3, 5), zeros(1, 1, 3, 5))),
     (ValueError, "value: got 4 rows", lambda: (zeros(1, 1, 3, 4), zeros(1, 1, 3, 4), zeros(1, 1, 4, 4))),
     (ValueError, "head_dim 257", lambda: (zeros(1, 1, 3, 257), zeros(1, 1, 3, 257), zeros(1, 1, 3, 4))),

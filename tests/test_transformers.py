@@ -405,6 +405,65 @@ def test_what_it_cannot_do_is_refused(kernel, name):
         kernel.attention(Layer(), q, k, v, **{name: torch.ones(1) if name != "output_attentions" else True})
 
 
+WRONG = [
+    ("query", None, TypeError, "query: got NoneType"),
+    ("value", [1.0], TypeError, "value: got list"),
+    ("key", torch.zeros(6, 16), ValueError, "query, key, value: got shapes"),
+    ("attention_mask", torch.ones(6), ValueError, r"attention_mask: got shape \(6,\), must be 2-D or 4-D"),
+    ("attention_mask", torch.ones(2, 6, 6), ValueError, r"attention_mask: got shape \(2, 6, 6\), must be 2-D or 4-D"),
+    ("attention_mask", "causal", TypeError, "attention_mask: got str"),
+    ("sliding_window", 0, ValueError, "sliding_window: got 0, allowed is 1"),
+    ("sliding_window", -1, ValueError, "sliding_window: got -1, allowed is 1"),
+    ("sliding_window", True, TypeError, "sliding_window: got bool"),
+    ("cu_seq_lens_q", torch.tensor([0, 6]), ValueError, "query: got a batch of 2 with cu_seq_lens_q"),
+]
+
+
+@pytest.mark.parametrize("name, wrong, error, message", WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+def test_bad_arguments_are_named(kernel, name, wrong, error, message):
+    given = dict(zip(("query", "key", "value"), heads("cpu")))
+    if name == "cu_seq_lens_q":
+        given["cu_seq_lens_k"] = wrong
+    with pytest.raises(error, match="^" + message):
+        kernel.attention(Layer(), **{**given, name: wrong})
+
+
+def test_starts_of_other_shapes_are_refused(kernel):
+    q, k, v = (x[:1] for x in heads("cpu"))
+    for starts in (([0, 2, 6], [0, 6]), ([0], [0]), ([[0, 6]], [[0, 6]])):
+        of_q, of_k = map(torch.tensor, starts)
+        with pytest.raises(ValueError, match="^cu_seq_lens_q, cu_seq_lens_k: got shapes"):
+            kernel.attention(Layer(), q, k, v, cu_seq_lens_q=of_q, cu_seq_lens_k=of_k)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_queries_behind_the_last_sequence_are_zero(kernel, device, dtype):
+    q, k, v = (x[:1] for x in heads(device))
+    starts = torch.tensor([0, 4], dtype=dtype, device=device)
+    out = kernel.attention(Layer(), q, k, v, cu_seq_lens_q=starts, cu_seq_lens_k=starts)[0]
+    alone = kernel.attention(Layer(), *(x[:, :, :4] for x in (q, k, v)))[0]
+    assert_same_bits(out, torch.cat((alone, torch.zeros_like(out[:, 4:])), 1))
+
+
+@pytest.mark.parametrize("sliding_window", [2**31 + 5, 2**62])
+def test_a_window_beyond_int32_is_no_limit(kernel, device, sliding_window):
+    q, k, v = (x[:1] for x in heads(device, 3, 6))
+    starts = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 3], [0, 6])]
+    for how in (dict(position_ids=torch.arange(3, 6, device=device)[None]),
+                dict(cu_seq_lens_q=starts[0], cu_seq_lens_k=starts[1])):  # fmt: skip
+        expected = kernel.attention(Layer(), q, k, v, **how)[0]
+        assert_same_bits(kernel.attention(Layer(), q, k, v, sliding_window=sliding_window, **how)[0], expected)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_lengths_may_be_symbolic(kernel, sliding_window):
+    torch._dynamo.reset()
+    q, k, v = heads("cpu")
+    call = functools.partial(kernel.attention, Layer(), sliding_window=sliding_window)
+    compiled = torch.compile(lambda *x: call(*x)[0], backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_same_bits(compiled(q, k, v), call(q, k, v)[0])
+
+
 def test_a_model_loads_it_by_its_hub_name(kernel):
     """From LOCAL_KERNELS here, and from a Hub in test_hub.py."""
     from transformers.utils import is_kernels_available

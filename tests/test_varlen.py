@@ -196,6 +196,8 @@ REFUSED = [
     ("block_table", lambda x: torch.zeros(6, dtype=torch.int32), ValueError, r"block_table: got shape \(6,\)"),
     ("block_table", lambda x: torch.zeros(6, 2), TypeError, "block_table: got dtype torch.float32"),
     ("alibi_slopes", lambda x: torch.zeros(6, 4), ValueError, r"alibi_slopes: got shape \(6, 4\), must be \[Hq\]"),
+    ("q", lambda x: None, TypeError, "q: got NoneType"),
+    ("k", lambda x: None, TypeError, "k: got NoneType"),
     ("window", lambda x: 3, TypeError, "window: got int"),
     ("dropout_p", lambda x: 2.0, ValueError, "dropout_p: got 2.0"),
     ("precision", lambda x: "low", ValueError, "precision: got 'low'"),
@@ -209,3 +211,32 @@ def test_bad_arguments_are_refused(kernel, name, change, error, message):
     given[name] = change(given.get(name))
     with pytest.raises(error, match="^" + message):
         kernel.det_attn_varlen(**given)
+
+
+@pytest.mark.parametrize(
+    "k_pages, v_pages, columns, message",
+    [
+        (3, 2, 2, r"v: got pages of shape \(2, 16, 2, 8\), must be k's, \(3, 16, 2, 8\)"),
+        (0, 0, 2, "k: got no pages"),
+    ],
+)
+def test_pages_that_the_table_cannot_mean_are_refused(kernel, k_pages, v_pages, columns, message):
+    """A value page that is not there would be taken from another place without a word."""
+    q, starts = torch.zeros(6, 4, 8), torch.tensor([0, 3, 6], dtype=torch.int32)
+    k, v = torch.zeros(k_pages, 16, 2, 8), torch.zeros(v_pages, 16, 2, 8)
+    table = torch.zeros(2, columns, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^" + message):
+        kernel.det_attn_varlen(q, k, v, starts, starts, 3, 3, block_table=table)
+
+
+@pytest.mark.parametrize("k_ends", [(9, 4, 0), (-(2**31), 2**31 - 1, -(2**31)), (2**31 - 1,) * 3])
+@pytest.mark.parametrize("q_ends", [(0, 6, 3), (-5, 2**31 - 1, 6), (2**31 - 1, -(2**31), 2**31 - 1)])
+def test_nothing_beyond_the_keys_is_read_whatever_the_starts(kernel, device, q_ends, k_ends):
+    """Around the keys lie NaN, which any read of them would bring to the output."""
+    q = torch.ones(6, 4, 8, device=device)
+    around = torch.full((200, 2, 8), float("nan"), device=device)
+    around[100:109] = 1.0
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (q_ends, k_ends))
+    how = dict(window=(2**62, 3), alibi_slopes=torch.ones(4, device=device), dropout_p=0.5)
+    out = kernel.det_attn_varlen(q, around[100:109], around[100:109], cu_q, cu_k, 3, 3, True, **how)
+    assert out.isfinite().all()

@@ -12,6 +12,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias
 
 from ._ops import add_op_namespace_prefix
 
@@ -35,6 +36,15 @@ _DEFAULT_SCALE = (math.nan,) + tuple(1.0 / math.sqrt(head_dim) for head_dim in r
 
 def _got_type(x):
     return type(x).__name__
+
+
+def are_tensors(**given):
+    """Whatever is looked at before the whole check."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: got {_got_type(x)}, must be a torch.Tensor")
+        if x.layout is not torch.strided or x.is_nested:
+            raise ValueError(f"{name}: got a {'nested' if x.is_nested else x.layout} tensor, must be dense and strided")
 
 
 def _tensor(x, name):
@@ -249,7 +259,8 @@ def modifiers(
     _offset(kv_offset, "kv_offset")
     if q_offset is not None:
         _offset(q_offset, "q_offset")
-    plain = attn_bias is None and alibi_slopes is None and key_ranges is None and window == EVERYWHERE
+    plain = attn_bias is None and alibi_slopes is None and key_ranges is None
+    plain = plain and type(window) is tuple and window == EVERYWHERE  # an array would compare by elements
     if plain and kv_offset == 0 and type(softcap) is float and softcap == 0.0 and dropout_rows is dropout_keys is None:
         if type(dropout_p) is float and dropout_p == 0.0 and type(dropout_seed) is type(dropout_head) is int:
             if dropout_seed == 0 and dropout_head == 0:  # most calls, whose checks should cost little
@@ -337,6 +348,8 @@ def _no_modifier_gradient(x, name):
 
 def _bias(bias, Q, shape):
     """bool or a float dtype, broadcastable to [B, Hq, Sq, Skv]; returns it expanded."""
+    if isinstance(bias, CausalBias):  # holds no values
+        raise TypeError("attn_bias: got torch's CausalBias, must be a torch.Tensor with values; or use causal")
     _tensor(bias, "attn_bias")
     if bias.dtype is not torch.bool and bias.dtype not in _INPUT_DTYPES:
         raise TypeError(f"attn_bias: got dtype {bias.dtype}, allowed are bool, float32, bfloat16 and float16")
@@ -401,6 +414,16 @@ def table(x, Q, sequences):
     _same_device(x, Q.device, "block_table", "q")
     if x.dim() != 2 or x.shape[0] != sequences:
         raise ValueError(f"block_table: got shape {tuple(x.shape)}, must be [{sequences}, max_blocks]")
+
+
+def pages(k, v, block_table):
+    """k, v [num_blocks, page_size, Hkv, D]: one table serves both, so their shapes are one too."""
+    matrix(k, "k")
+    matrix(v, "v")
+    if v.shape != k.shape:
+        raise ValueError(f"v: got pages of shape {tuple(v.shape)}, must be k's, {tuple(k.shape)}")
+    if k.shape[0] == 0 and block_table.shape[1] > 0:
+        raise ValueError(f"k: got no pages, but block_table has shape {tuple(block_table.shape)}")
 
 
 def _ids(x, name, Q, shape):
@@ -505,6 +528,20 @@ def layout(x, q_len, kv_len, device):
             )
         _same_device(positions, device, "layout", "q")
     return pair
+
+
+def position_ends(ends):
+    """The least and largest of explicit positions: sums of them with q_offset and a window must fit int64."""
+    for x in ends:
+        if x < -_FARTHEST or x > _FARTHEST:
+            raise ValueError(f"layout: got position {x}, allowed is -2**60 to 2**60")
+
+
+def window_size(x, name):
+    """transformers' sliding_window: a count of keys."""
+    _integer(x, name)
+    if x < 1 or x > _MAX_OFFSET:
+        raise ValueError(f"{name}: got {x}, allowed is 1 to 2**62, or None")
 
 
 def flag(x, name):

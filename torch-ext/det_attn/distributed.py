@@ -65,7 +65,8 @@ def det_attn_context_parallel(
             "contiguous": the rows of rank 0, then those of rank 1, ...
             "zigzag": each slice is two parts, the first longer by one if the length is odd; the sequence is the first
                 parts of ranks 0, 1, ..., then the second parts of ..., 1, 0. It balances causal attention.
-            int64 tensor: the global positions of own rows, of queries and of keys alike; any order, any set.
+            int64 tensor: the global positions of own rows, of queries and of keys alike; any order, any set within
+                -2**60 to 2**60.
             (int64 tensor, int64 tensor): the positions of own queries [Sq] and of own keys [Skv].
         method: "ring": keys and values go round while the next ones are under way; memory for one slice more.
             "gather": all keys and values are brought to every rank; the fastest where they fit.
@@ -182,6 +183,7 @@ def _checked(call: _Call, q: Tensor, k: Tensor, v: Tensor, teams: Sequence[Team]
     ends = [0, -1] * 2
     if positions is not None:
         ends = sum(([int(x.min()), int(x.max())] if len(x) else [0, -1] for x in positions), [])
+        checks.position_ends(ends)
     return common, [q_shape[2], k_shape[2], *ends]
 
 

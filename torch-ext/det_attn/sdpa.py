@@ -53,6 +53,8 @@ def scaled_dot_product_attention(
         NotImplementedError: attn_mask requires grad and grad mode is on, or an input has a forward-mode tangent; from
             the backward() of a gradient.
     """
+    if not type(query) is type(key) is type(value) is Tensor or query.is_nested or key.is_nested or value.is_nested:
+        checks.are_tensors(query=query, key=key, value=value)
     if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = cast_for_autocast(query, key, value)
     if attn_mask is not None and is_causal:
@@ -118,6 +120,7 @@ def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision
 
 def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision):
     """Any leading dimensions, grouped heads, and values of another width, brought to det_attn's shapes by views."""
+    checks.are_tensors(query=query, key=key, value=value)
     for x, name in ((query, "query"), (key, "key"), (value, "value")):
         if x.dim() < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be at least 2-D [..., length, head_dim]")
@@ -132,7 +135,7 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         scale = 1.0 / math.sqrt(max(width, 1))  # of the width as given, not as padded below
 
     # Heads are the last of the leading dimensions. They broadcast like every other, unless they are grouped.
-    kept = 3 if enable_gqa and min(query.dim(), key.dim()) > 2 and query.shape[-3] != key.shape[-3] else 2
+    kept = 3 if enable_gqa and min(query.dim(), key.dim(), value.dim()) > 2 and query.shape[-3] != key.shape[-3] else 2
     try:
         lead = torch.broadcast_shapes(*(x.shape[:-kept] for x in (query, key, value)))
     except RuntimeError:
@@ -148,12 +151,20 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         return x if x.stride(-1) == 1 else x.contiguous()
 
     out_shape = (*lead, *query.shape[-kept:-1], value_width)
-    if attn_mask is not None and len(out_shape) > 4 and attn_mask.dim() > 2:
-        heads = out_shape[-3]
-        attn_mask = attn_mask.expand(*out_shape[:-1], key.shape[-2]).reshape(batch, heads, query.shape[-2], -1)
+    if attn_mask is not None and len(out_shape) > 4:
+        attn_mask = _four_mask(attn_mask, (*out_shape[:-1], key.shape[-2]), batch)
     query, key, value = (four(x) for x in same_width(query, key, value))
     out = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
     return out[..., :value_width].reshape(out_shape)
+
+
+def _four_mask(mask, shape, batch):
+    """A mask for scores of `shape`, more than 4-D, brought to 4-D."""
+    checks.are_tensors(attn_mask=mask)
+    given = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
+    if len(given) != len(shape) or any(size != 1 and size != full for size, full in zip(given, shape)):
+        raise ValueError(f"attn_mask: got shape {tuple(mask.shape)}, must be broadcastable to {tuple(shape)}")
+    return mask if mask.dim() <= 2 else mask.expand(shape).reshape(batch, *shape[-3:])
 
 
 # ---- In torch's place -----------------------------------------------------------------------------------------------

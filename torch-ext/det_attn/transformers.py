@@ -10,6 +10,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from . import checks
 from .attention import det_attn
 from .sdpa import cast_for_autocast, draw_seed, same_width
 
@@ -72,6 +73,16 @@ def attention(
     if s_aux is not None or block_table is not None or output_attentions:
         name = "s_aux" if s_aux is not None else "block_table" if block_table is not None else "output_attentions"
         raise NotImplementedError(f"{name}: attention sinks, paged caches and attention weights are not supported here")
+    checks.are_tensors(query=query, key=key, value=value)
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(f"query, key, value: got shapes {shapes}, must be 4-D [batch, heads, length, head_dim]")
+    if attention_mask is not None:
+        checks.are_tensors(attention_mask=attention_mask)
+        if attention_mask.dim() not in (2, 4):
+            raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, must be 2-D or 4-D")
+    if sliding_window is not None:
+        checks.window_size(sliding_window, "sliding_window")
     query, key, value = cast_for_autocast(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -87,11 +98,12 @@ def attention(
             kept = attention_mask.shape[1]
             key, value = key[:, :, :kept], value[:, :, :kept]
             bias = attention_mask[:, None, None].to(torch.bool)
-        is_causal = bool(is_causal) and q_len > 1
+        is_causal = True if is_causal and q_len > 1 else False  # a bool for a traced length too
         if sliding_window is not None:
             window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
         kv_len = key.shape[2]
         if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+            _check_starts(cu_seq_lens_q, cu_seq_lens_k, query)
             ranges = _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window)
             is_causal, window = False, (-1, -1)
         elif attention_mask is None and is_causal and kv_len > q_len:
@@ -128,7 +140,7 @@ def attention(
 
 def _ranges(begin, end):
     """key_ranges [B or 1, Sq, 2]; the kernels clamp them to the keys that are there."""
-    return torch.stack((begin, end), dim=-1).to(torch.int32)
+    return torch.stack((begin, end), dim=-1).clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 
 def _cached_ranges(position_ids, kv_len, window):
@@ -140,11 +152,25 @@ def _cached_ranges(position_ids, kv_len, window):
     return _ranges(own - window[0] if window[0] >= 0 else torch.zeros_like(own), own + 1)
 
 
+def _check_starts(cu_seq_lens_q, cu_seq_lens_k, query):
+    checks.are_tensors(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+    if query.shape[0] != 1:
+        raise ValueError(f"query: got a batch of {query.shape[0]} with cu_seq_lens_q, must be a batch of 1")
+    if cu_seq_lens_q.dim() != 1 or len(cu_seq_lens_q) < 2 or cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+        raise ValueError(
+            f"cu_seq_lens_q, cu_seq_lens_k: got shapes {tuple(cu_seq_lens_q.shape)} and {tuple(cu_seq_lens_k.shape)}, "
+            "must both be [sequences + 1]"
+        )
+
+
 def _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window):
-    """Packed sequences by their starts: within each the last query sees the last key."""
+    """Packed sequences by their starts: within each the last query sees the last key. Queries behind the last sequence
+    attend nothing."""
     token = torch.arange(q_len, device=cu_seq_lens_q.device)
     sequence = torch.searchsorted(cu_seq_lens_q[1:].contiguous(), token, right=True)
-    begin, end = cu_seq_lens_k[sequence], cu_seq_lens_k[sequence + 1]
+    behind = sequence > len(cu_seq_lens_q) - 2
+    sequence = sequence.clamp(max=len(cu_seq_lens_q) - 2)
+    begin, end = cu_seq_lens_k[sequence].to(torch.int64), cu_seq_lens_k[sequence + 1].to(torch.int64)
     own = end - cu_seq_lens_q[sequence + 1] + token
     if window[0] >= 0:
         begin = torch.maximum(begin, own - window[0])
@@ -152,7 +178,7 @@ def _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window):
         end = torch.minimum(end, own + 1)
     elif window[1] >= 0:
         end = torch.minimum(end, own + window[1] + 1)
-    return _ranges(begin, end)[None]
+    return _ranges(begin, end.masked_fill(behind, 0))[None]
 
 
 def _with_bias(position_bias, mask):

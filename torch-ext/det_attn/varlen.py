@@ -63,6 +63,7 @@ def det_attn_varlen(
 
     Gradients of q, k and v are those of `det_attn` for each sequence, byte for byte.
     """
+    checks.are_tensors(q=q, k=k, v=v)
     sequences = _lengths(cu_seqlens_q, "cu_seqlens_q", q, None) - 1
     _lengths(cu_seqlens_k, "cu_seqlens_k", q, sequences + 1)
     if seqused_k is not None:
@@ -73,7 +74,8 @@ def det_attn_varlen(
     if block_table is not None:
         checks.no_gradient("det_attn_varlen with a block_table", q=q, k=k, v=v)
         checks.table(block_table, q, sequences)
-        k, v = _gathered(k, "k", block_table), _gathered(v, "v", block_table)
+        checks.pages(k, v, block_table)
+        k, v = _gathered(k, block_table), _gathered(v, block_table)
         starts = torch.arange(sequences, device=q.device) * (k.shape[0] // sequences)
     Q, K, V = _heads_first(q, "q"), _heads_first(k, "k"), _heads_first(v, "v")
     q_shape, k_shape = checks.queries_keys(Q, K)
@@ -112,8 +114,6 @@ def _lengths(x, name, q, size):
 
 def _heads_first(x, name):
     """[total, H, D] as a view [1, H, total, D]."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, must be a torch.Tensor")
     if x.dim() != 3:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be 3-D [total, heads, head_dim]")
     return x.transpose(0, 1)[None]
@@ -133,8 +133,7 @@ def _key_positions(starts, total):
     return rows - starts[of]
 
 
-def _gathered(pages, name, block_table):
+def _gathered(pages, block_table):
     """[num_blocks, page_size, Hkv, D] -> [N * max_blocks * page_size, Hkv, D], the pages of each sequence in order."""
-    checks.matrix(pages, name)
     blocks = block_table.flatten().clamp(0, max(pages.shape[0] - 1, 0))
     return pages.index_select(0, blocks).flatten(0, 1)
