@@ -175,9 +175,11 @@ def main():
         elif args.check:
             args.check.parent.mkdir(parents=True, exist_ok=True)
             args.check.write_text(record)
-    dist.destroy_process_group()
-    return failed
+    dist.barrier()
+    sys.stdout.flush()
+    # Not destroy_process_group(): torch sometimes aborts while it takes a gloo group down, when all is done.
+    os._exit(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
