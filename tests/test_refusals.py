@@ -286,6 +286,11 @@ def test_one_wide_head_takes_any_stride(kernel, device):
     assert torch.equal(kernel.det_attn(x, x, x), torch.ones(1, 1, 3, 1, device=device))
 
 
+def test_an_empty_tensor_that_is_not_dense(kernel):
+    with pytest.raises(ValueError, match="^K: got stride 2 in the last dimension"):
+        kernel.det_attn(**{**good(), "K": strided(2, 2, 0, 8), "V": strided(2, 2, 0, 8)})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Q", "K", "V"])
 def test_mixed_devices(kernel, name):

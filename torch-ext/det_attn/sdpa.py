@@ -65,7 +65,9 @@ def scaled_dot_product_attention(
         and value.shape == k_shape
         and (q_shape[1] == k_shape[1] or enable_gqa)
         and q_shape[0] == k_shape[0]
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and checks.is_dense(query, q_shape)
+        and checks.is_dense(key, k_shape)
+        and checks.is_dense(value, k_shape)
     ):
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
