@@ -10,13 +10,11 @@ timed is dQ, dK and dV from the gradient of the output, with the forward pass do
 peak memory beyond inputs, saved tensors and gradients.
 """
 
-import argparse
 import itertools
 import statistics
 from dataclasses import replace
 
 import torch
-from bench_cpu import load_kernel
 from bench_forward import (
     KINDS,
     ROUNDS,
@@ -25,9 +23,12 @@ from bench_forward import (
     extra_memory,
     input_sets,
     inputs,
+    parser_of,
     reason_to_skip,
+    run_cases,
     same_bytes,
     square,
+    start,
     synchronize,
     times,
     torch_call,
@@ -35,9 +36,7 @@ from bench_forward import (
 from forward_report import (
     RIVALS,
     append_results,
-    device_name,
     faster,
-    print_case,
     print_target_rows,
     times_of,
 )
@@ -160,37 +159,13 @@ def target_rows(cases):
     ]  # fmt: skip
 
 
-def options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", choices=SHAPES, default="main", help="which cases (default main)")
-    parser.add_argument("--repeats", type=int, default=15, help="most calls of a contestant in a case (default 15)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="time to measure a case in, about (default 5)")
-    parser.add_argument("--output", metavar="FILE", help="append the tables here, e.g. benchmarks/RESULTS.md")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries this script out")
-    return parser.parse_args()
-
-
 def main():
-    chosen = options()
-    device = chosen.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device; --device cpu runs tiny shapes, to try this script out")
-    kernel = load_kernel()
-    torch.manual_seed(0)
-    print(device_name(device))
-    table = []
-    for case in SHAPES[chosen.shapes]:
-        run = case if device == "cuda" else case.shrunk(32, 64)
-        check_bytes(kernel, run, device)
-        results = measure(kernel, run, device, chosen.seconds, chosen.repeats)
-        table.append((case, run, results))
-        print_case(run, results)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    chosen = parser_of(__doc__, SHAPES, 15, 5.0).parse_args()
+    table = run_cases(start(chosen.device), chosen, SHAPES, check_bytes, measure)
     cases = {case: results for case, _, results in table}
     targets = print_target_rows(TARGET, target_rows(cases)) if TARGET in cases else []
     if chosen.output:
-        append_results(chosen.output, device, table, targets, "backward")
+        append_results(chosen.output, chosen.device, table, targets, "backward")
 
 
 if __name__ == "__main__":

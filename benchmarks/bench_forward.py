@@ -313,34 +313,56 @@ def memory_growth(kernel, case, device):
     return small, large / small
 
 
-def options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", choices=SHAPES, default="main", help="which cases (default main)")
-    parser.add_argument("--repeats", type=int, default=30, help="most calls of a contestant in a case (default 30)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time to measure a case in, about (default 4)")
+def parser_of(description, shapes, repeats, seconds):
+    """The arguments of this script and of bench_backward.py."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", choices=shapes, default="main", help="which cases (default main)")
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="most calls of a contestant in a case (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="time to measure a case in, about (default %(default)s)"
+    )
     parser.add_argument("--output", metavar="FILE", help="append the tables here, e.g. benchmarks/RESULTS.md")
-    parser.add_argument("--plot", metavar="FILE", help="draw TFLOPS over length, e.g. docs/forward_speed.png")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries this script out")
+    return parser
+
+
+def start(device):
+    """The kernel, on a device that is there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device; --device cpu runs tiny shapes, to try this script out")
+    kernel = load_kernel()
+    torch.manual_seed(0)
+    print(device_name(device))
+    return kernel
+
+
+def run_cases(kernel, chosen, shapes, check_bytes, measure):
+    """[(case, case as run, results)] of the chosen shapes, each printed when it is done."""
+    table = []
+    for case in shapes[chosen.shapes]:
+        run = case if chosen.device == "cuda" else case.shrunk(32, 64)
+        check_bytes(kernel, run, chosen.device)
+        results = measure(kernel, run, chosen.device, chosen.seconds, chosen.repeats)
+        table.append((case, run, results))
+        print_case(run, results)
+        if chosen.device == "cuda":
+            torch.cuda.empty_cache()
+    return table
+
+
+def options():
+    parser = parser_of(__doc__, SHAPES, 30, 4.0)
+    parser.add_argument("--plot", metavar="FILE", help="draw TFLOPS over length, e.g. docs/forward_speed.png")
     return parser.parse_args()
 
 
 def main():
     chosen = options()
     device = chosen.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device; --device cpu runs tiny shapes, to try this script out")
-    kernel = load_kernel()
-    torch.manual_seed(0)
-    print(device_name(device))
-    table = []
-    for case in SHAPES[chosen.shapes]:
-        run = case if device == "cuda" else case.shrunk(32, 64)
-        check_bytes(kernel, run, device)
-        results = measure(kernel, run, device, chosen.seconds, chosen.repeats)
-        table.append((case, run, results))
-        print_case(run, results)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    kernel = start(device)
+    table = run_cases(kernel, chosen, SHAPES, check_bytes, measure)
     cases = {case: results for case, _, results in table}
     growth = memory_growth(kernel, TARGET, device) if TARGET in cases else None
     targets = print_targets(cases, TARGET, TARGET_CAUSAL, DECODE, growth)
