@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import checks
 from .attention import det_attn
 from .sdpa import cast_for_autocast, draw_seed, same_width
+from .varlen import sequence_positions
 
 
 def attention(
@@ -167,9 +168,7 @@ def _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window):
     """Packed sequences by their starts: within each the last query sees the last key. Queries behind the last sequence
     attend nothing."""
     token = torch.arange(q_len, device=cu_seq_lens_q.device)
-    sequence = torch.searchsorted(cu_seq_lens_q[1:].contiguous(), token, right=True)
-    behind = sequence > len(cu_seq_lens_q) - 2
-    sequence = sequence.clamp(max=len(cu_seq_lens_q) - 2)
+    sequence, _ = sequence_positions(cu_seq_lens_q, q_len)
     begin, end = cu_seq_lens_k[sequence].to(torch.int64), cu_seq_lens_k[sequence + 1].to(torch.int64)
     own = end - cu_seq_lens_q[sequence + 1] + token
     if window[0] >= 0:
@@ -178,7 +177,7 @@ def _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window):
         end = torch.minimum(end, own + 1)
     elif window[1] >= 0:
         end = torch.minimum(end, own + window[1] + 1)
-    return _ranges(begin, end.masked_fill(behind, 0))[None]
+    return _ranges(begin, end.masked_fill(token >= cu_seq_lens_q[-1], 0))[None]
 
 
 def _with_bias(position_bias, mask):

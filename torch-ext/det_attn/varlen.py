@@ -84,7 +84,7 @@ def det_attn_varlen(
         raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}, must be [Hq]: one for all sequences")
 
     lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    of_query, query = _positions(cu_seqlens_q, q_shape[2])
+    of_query, query = sequence_positions(cu_seqlens_q, q_shape[2])
     position = query + (lengths - cu_seqlens_q.diff())[of_query]  # among the keys of the sequence
     begin = starts[of_query]
     end = torch.where(query >= 0, begin + lengths[of_query], begin)
@@ -119,7 +119,7 @@ def _heads_first(x, name):
     return x.transpose(0, 1)[None]
 
 
-def _positions(cu_seqlens, total):
+def sequence_positions(cu_seqlens, total):
     """The sequence of each of `total` rows and its place there, int64; -1 for rows behind the last sequence."""
     rows = torch.arange(total, device=cu_seqlens.device)
     of = (torch.searchsorted(cu_seqlens.to(torch.int64), rows, right=True) - 1).clamp(0, cu_seqlens.shape[0] - 2)
