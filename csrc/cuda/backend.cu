@@ -10,10 +10,8 @@ namespace det_attn {
 namespace {
 
 int compute_capability(int device) {
-  int major = 0, minor = 0;
-  cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  cuda::check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-  return 10 * major + minor;
+  return 10 * cuda::device_attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         cuda::device_attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
 // The path that runs: the fastest one this GPU has, unless the caller names one.

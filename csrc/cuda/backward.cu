@@ -57,11 +57,9 @@ void run_sums(const BackwardCall& b, const Strip& strip, const Pairs& pairs, con
   for (const SumJob& job : jobs)
     if (job.digits != nullptr) args.jobs[args.job_count++] = job;
   if (args.job_count == 0) return;
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, b.ctx.device), "cudaDeviceGetAttribute");
   // Inner rows of all CTAs, if one has 64 sum rows and 128 dims; then three CTAs a processor.
   const int64_t ctas = args.job_count * strip.heads * (strip.rows / kPairStep) * ceil_div(s.value_dims_pad, 128);
-  const int64_t wanted = ctas * s.keys / (3 * processors);
+  const int64_t wanted = ctas * s.keys / (3 * processors(b.ctx.device));
   args.split_keys = part_of(s.keys, wanted);
   args.split_rows = part_of(strip.rows, wanted);
   b.engine.sums(b.ctx, args);

@@ -31,14 +31,21 @@ T* workspace(const Context& ctx, int64_t count) {
   return static_cast<T*>(ctx.workspace(count * static_cast<int64_t>(sizeof(T))));
 }
 
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+inline int processors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
+inline int shared_limit(int device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
+
 // Blocks of a kernel whose blocks loop over `items`: as many as are resident at once, and never none.
 template <typename Kernel>
 int resident_blocks(Kernel kernel, int threads, size_t shared_bytes, int device, int64_t items) {
-  int processors = 0, blocks = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  int blocks = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes),
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  const int64_t resident = static_cast<int64_t>(processors) * (blocks > 0 ? blocks : 1);
+  const int64_t resident = static_cast<int64_t>(processors(device)) * (blocks > 0 ? blocks : 1);
   return static_cast<int>(items < resident ? items : resident);
 }
 

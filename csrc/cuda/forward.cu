@@ -52,12 +52,6 @@ int64_t rows_of_sums(Engine engine, const Shape& s) {
   return sums_on_wgmma(engine, s) || s.value_dims_pad == 64 ? 64 : 32;
 }
 
-int processors(const Context& ctx) {
-  int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, ctx.device), "cudaDeviceGetAttribute");
-  return count;
-}
-
 // How far apart the keys of a tile's rows may lie: a window bounds it where the rows are consecutive queries.
 int64_t span_of(const Problem& p, const Shape& s) {
   const Mask& m = p.mask;
@@ -147,7 +141,7 @@ Plan plan_of(const Context& ctx, Engine engine, const Problem& problem, const Sh
   // CTAs of the sums kernel in one chunk that have rows.
   const int64_t per_tile =
       ceil_div(s.tile_blocks * kBlockRows, rows_of_sums(engine, s)) * std::max<int64_t>(1, s.value_dims_pad / 128);
-  const int64_t sms = processors(ctx), ctas = plan.chunk_tiles * per_tile;
+  const int64_t sms = processors(ctx.device), ctas = plan.chunk_tiles * per_tile;
   int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
   const int64_t tiles_per_head = s.rows_pad / kRowPad;
   if (is_uneven(problem.mask) && plan.chunk_tiles > tiles_per_head) {  // whole heads: long and short rows even out

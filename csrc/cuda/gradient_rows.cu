@@ -10,14 +10,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kStateWarps = 4;
 
-struct RowPlace {
-  int64_t batch, head, query;  // of the public tensors
-};
-__device__ __forceinline__ RowPlace place_of(const Problem& p, int64_t head, int64_t row) {
-  return {head / p.kv_heads, head % p.kv_heads * (p.q_heads / p.kv_heads) + row / p.q_len, row % p.q_len};
-}
+// A row of a public tensor.
 template <class V>
-__device__ __forceinline__ int64_t offset_of(const V& x, const RowPlace& at) {
+__device__ __forceinline__ int64_t offset_of(const V& x, const Pair& at) {
   return at.batch * x.stride_batch + at.head * x.stride_head + at.query * x.stride_row;
 }
 
@@ -34,7 +29,7 @@ __device__ __forceinline__ float delta_of_lane(const Gradient& call, const Shape
       double product = 0.0;
       bool bad = false;
       if (first_row + r < s.rows && base + lane < s.dims) {
-        const RowPlace at = place_of(call.problem, head, first_row + r);
+        const Pair at = pair_in_call(call.problem, head, first_row + r, 0);
         const float o = load_element(call.out.data, offset_of(call.out, at) + base + lane, call.out.dtype);
         const float g = load_element(call.grad.data, offset_of(call.grad, at) + base + lane, call.grad.dtype);
         product = mul_f64(static_cast<double>(g), static_cast<double>(o));
@@ -74,7 +69,7 @@ __global__ void __launch_bounds__(kStateWarps* kWarpSize)
     const bool dead = bad || !finite || m == kRowmaxPoisoned;
     if (eq < kPoisonedInTile) x.query_exponent = eq;
     if (eo < kPoisonedInTile) x.grad_exponent = eo;
-    const RowPlace at = place_of(p, head, row);
+    const Pair at = pair_in_call(p, head, row, 0);
     x.begin = static_cast<int>(p.mask.begin(at.batch, at.query) - p.mask.kv_lo);
     x.end = static_cast<int>(p.mask.end(at.batch, at.query) - p.mask.kv_lo);
     x.flags = (bad ? kBadRow : 0) | (dead ? kDeadRow : 0);
@@ -210,8 +205,8 @@ __global__ void round_gradient_kernel(const __grid_constant__ Problem p, const _
     sum = gradient_digits_round(digits);
   }
   const float value = gradient_of(sum, r, scale, p.precision.operand_bits);
-  const RowPlace place =
-      OF_QUERY ? place_of(p, head, row) : RowPlace{head / p.kv_heads, head % p.kv_heads, row};
+  const Pair place =
+      OF_QUERY ? pair_in_call(p, head, row, 0) : Pair{head / p.kv_heads, head % p.kv_heads, row, 0};
   store_element(out.data, offset_of(out, place) + dim, out.dtype, value);
 }
 

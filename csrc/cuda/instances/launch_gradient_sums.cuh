@@ -10,9 +10,7 @@ namespace det_attn::cuda {
 
 template <class Tile>
 bool launch_gradient_sums_tile(const Context& ctx, GradientSumsArgs args) {
-  int limit = 0;
-  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx.device), "cudaDeviceGetAttribute");
-  if (Tile::kSharedBytes > limit) return false;
+  if (Tile::kSharedBytes > shared_limit(ctx.device)) return false;
   auto kernel = gradient_sums_kernel<Tile>;
   allow_shared(kernel, Tile::kSharedBytes);
   args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;

@@ -15,12 +15,10 @@ inline int capability(int device) {
 
 template <class Tile, bool WIDE>
 bool launch_pairs_tile(const Context& ctx, const PairsArgs& args) {
-  int limit = 0;
-  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx.device), "cudaDeviceGetAttribute");
   const int bytes = Tile::shared_bytes(args.shape.dims_pad);
   auto kernel = pairs_kernel<Tile, WIDE>;
   // Beside it the kernel's own arrays, at most 8 KB.
-  if (bytes + 8192 > limit) return false;
+  if (bytes + 8192 > shared_limit(ctx.device)) return false;
   allow_shared(kernel, bytes);
   const dim3 grid(grid_of(args.strip.heads * (args.strip.rows / Tile::kRows)),
                   static_cast<unsigned>(ceil_div(args.shape.keys_pad, kPairSlab)));

@@ -6,12 +6,6 @@
 
 namespace det_attn::cuda {
 
-inline int shared_limit(int device) {
-  int bytes = 0;
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  return bytes;
-}
-
 template <class Tile, bool WIDE, bool GIVEN, bool MODIFIED>
 void launch_scores_tile(const Context& ctx, const ScoresArgs& args, int64_t tiles) {
   auto kernel = scores_kernel<Tile, WIDE, GIVEN, MODIFIED>;
