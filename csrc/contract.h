@@ -201,15 +201,24 @@ DET_HD double larger_rowmax(double a, double b) { return a != a || a > b ? a : b
 constexpr int64_t kZeroWeightDistance = int64_t(1) << 29;  // W = 0 from here on
 constexpr uint32_t kLog2eFixed = 1549082005u;              // round(log2(e) * 2^30)
 
-// 2^-g for g in [-1/2, 1/2): the contract's polynomial. The result is a multiple of 2^-24 below 2.
+// A float32 constant times 2^n; both normal.
+constexpr uint32_t times_pow2(uint32_t bits, int n) { return bits + (static_cast<uint32_t>(n) << 23); }
+
+// 2^-g for g in [-1/2, 1/2): the contract's polynomial. The result is a multiple of 2^-24 below 2. Given g * 2^G_SCALE it
+// returns the result times 2^SCALE: the same roundings as long as every coefficient stays normal.
+template <int G_SCALE = 0, int SCALE = 0>
 DET_HD float exp2_poly(float g) {
-  float p = float_of(0x3920fb96u);
-  p = fma_f32(g, p, float_of(0xbaaf9f01u));
-  p = fma_f32(g, p, float_of(0x3c1d96ceu));
-  p = fma_f32(g, p, float_of(0xbd635780u));
-  p = fma_f32(g, p, float_of(0x3e75fdecu));
-  p = fma_f32(g, p, float_of(0xbf317218u));
-  return fma_f32(g, p, float_of(0x3f800000u));
+  constexpr uint32_t c6 = times_pow2(0x3920fb96u, SCALE - 6 * G_SCALE), c5 = times_pow2(0xbaaf9f01u, SCALE - 5 * G_SCALE),
+                     c4 = times_pow2(0x3c1d96ceu, SCALE - 4 * G_SCALE), c3 = times_pow2(0xbd635780u, SCALE - 3 * G_SCALE),
+                     c2 = times_pow2(0x3e75fdecu, SCALE - 2 * G_SCALE), c1 = times_pow2(0xbf317218u, SCALE - G_SCALE),
+                     c0 = times_pow2(0x3f800000u, SCALE);
+  float p = float_of(c6);
+  p = fma_f32(g, p, float_of(c5));
+  p = fma_f32(g, p, float_of(c4));
+  p = fma_f32(g, p, float_of(c3));
+  p = fma_f32(g, p, float_of(c2));
+  p = fma_f32(g, p, float_of(c1));
+  return fma_f32(g, p, float_of(c0));
 }
 
 // W of dist = M - S. A negative dist (a rowmax that is not the maximum) is read as 0.

@@ -31,10 +31,10 @@ __global__ void finalize_rows_kernel(SumsArgs a, int64_t first_row, int64_t elem
   if (i >= elements) return;
   const int dim = static_cast<int>(i % a.shape.dims);
   const int64_t index = first_row + i / a.shape.dims, head = index / a.shape.rows, row = index % a.shape.rows;
-  const double num = digits_round(a.digits_of(head, row, dim), 1);
+  const double num = digits_round(a.digits_of(index, dim), 1);
   const float o = output_of(num, a.den[index], is_poisoned(a, head, row) ? kCountNan : 0,
                             a.problem.precision.weight_bits, a.problem.modifiers.rescale());
-  store_element(a.out.data, a.out_offset(head, row, dim), a.out.dtype, o);
+  store_element(a.out.data, a.out_offset(head, row) + dim, a.out.dtype, o);
 }
 
 // One CTA: 32 rows of one head. The special keys of a stretch are listed in shared memory, then counted by (row, dim).
@@ -80,10 +80,10 @@ __global__ void __launch_bounds__(kThreads) patch_specials_kernel(const __grid_c
     }
     if (count == 0 || a.rowmax(head, row) == kRowmaxPoisoned || a.rowmax(head, row) == kRowmaxEmpty) continue;
     if (a.out.data != nullptr) {
-      store_element(a.out.data, a.out_offset(head, row, dim), a.out.dtype,
+      store_element(a.out.data, a.out_offset(head, row) + dim, a.out.dtype,
                     output_of(0.0, 1, count, a.problem.precision.weight_bits));
     } else {
-      a.digits_of(head, row, dim)[kSpecialDigit] = count;
+      a.digits_of(head * s.rows + row, dim)[kSpecialDigit] = count;
     }
   }
 }

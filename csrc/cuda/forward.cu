@@ -93,6 +93,7 @@ Prepared prepare(const Context& ctx, Engine engine, const Problem& problem, cons
   p.rowmax = workspace<int64_t>(ctx, s.heads * s.rows_pad);
   p.row_keys = workspace<int2>(ctx, s.heads * s.rows_pad);
   if (problem.modifiers.bias.data != nullptr) p.row_bias = workspace<int64_t>(ctx, s.heads * s.rows_pad);
+  p.block_keys = workspace<int2>(ctx, s.heads * (s.rows_pad / kBlockRows));
   p.tile_first = workspace<int32_t>(ctx, s.heads * (s.rows_pad / kRowPad));
   prepare_queries(ctx, problem, s, p);
   prepare_tiles(ctx, s, p);
@@ -164,6 +165,7 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
   scores.distances.distance = workspace<uint4>(ctx, blocks * 4 * kWarpSize);
   scores.distances.block_max = workspace<int64_t>(ctx, blocks * kBlockRows);
   args.distances = scores.distances;
+  args.ticket = workspace<int>(ctx, 1);
   args.splits = plan.splits;
   args.into_digits = plan.splits > 1 || args.out.data == nullptr || engine == Engine::kDirect;
   args.split_keys = plan.split_keys;

@@ -70,13 +70,13 @@ static __device__ __noinline__ BlockDistances careful_distances(const Dots dots,
   return out;
 }
 
-// M - S for |S| < 2^30, at most kDistanceLimit: from 3 * 2^29 on every distance is at least 2^29, and at -2^30 or below
+// M - S for |S| < 2^30, at most kFarDistance: from 3 * 2^29 on every distance is at least 2^29, and at -2^30 or below
 // each is 0, so M may be clamped there.
 __device__ __forceinline__ int32_t narrow_maximum(int64_t m) {
   return static_cast<int32_t>(max(min(m, int64_t(3) << 29), -(int64_t(1) << 30)));
 }
 __device__ __forceinline__ uint32_t narrow_distance(int32_t m, int32_t s) {
-  return min(static_cast<uint32_t>(max(m, s)) - static_cast<uint32_t>(s), kDistanceLimit);
+  return min(static_cast<uint32_t>(max(m, s)) - static_cast<uint32_t>(s), kFarDistance);
 }
 
 // p of a block of 16 rows and 32 keys. rows: the block's; keys: exponents of the 32; key_base: the first of them.

@@ -153,16 +153,24 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One warp a tile of kRowPad rows.
-__global__ void tile_first_kernel(const __grid_constant__ Shape s, const __grid_constant__ Prepared out) {
+// One warp a tile of kRowPad rows; half a warp a block of kBlockRows.
+__global__ void tiles_kernel(const __grid_constant__ Shape s, const __grid_constant__ Prepared out) {
+  static_assert(kWarpSize == 2 * kBlockRows, "half a warp a block");
   const int64_t tile = blockIdx.x;
-  int first = INT32_MAX;
-  for (int r = threadIdx.x; r < kRowPad; r += kWarpSize) {
-    const int2 keys = out.row_keys[tile * kRowPad + r];
-    if (keys.y > keys.x) first = min(first, keys.x);
+  const int half = threadIdx.x / kBlockRows;
+  const unsigned lanes = 0xffffu << (half * kBlockRows);
+  int tile_first = INT32_MAX;
+  for (int r = 0; r < kRowPad; r += kWarpSize) {
+    const int64_t row = tile * kRowPad + r + threadIdx.x;
+    const int2 keys = out.row_keys[row];
+    const bool any = keys.y > keys.x;
+    const int first = __reduce_min_sync(lanes, any ? keys.x : INT32_MAX),
+              last = __reduce_max_sync(lanes, any ? keys.y : 0);
+    if (threadIdx.x % kBlockRows == 0) out.block_keys[row / kBlockRows] = make_int2(first, last);
+    tile_first = min(tile_first, first);
   }
-  first = __reduce_min_sync(kFullWarp, first);
-  if (threadIdx.x == 0) out.tile_first[tile] = first == INT32_MAX ? 0 : first / kKeyPad * kKeyPad;
+  tile_first = __reduce_min_sync(kFullWarp, tile_first);
+  if (threadIdx.x == 0) out.tile_first[tile] = tile_first == INT32_MAX ? 0 : tile_first / kKeyPad * kKeyPad;
 }
 
 // ---- value rows ----
@@ -308,8 +316,8 @@ void prepare_queries(const Context& ctx, const Problem& problem, const Shape& s,
 }
 
 void prepare_tiles(const Context& ctx, const Shape& s, const Prepared& out) {
-  tile_first_kernel<<<grid_of(s.heads * (s.rows_pad / kRowPad)), kWarpSize, 0, stream_of(ctx)>>>(s, out);
-  check_launch("tile_first_kernel");
+  tiles_kernel<<<grid_of(s.heads * (s.rows_pad / kRowPad)), kWarpSize, 0, stream_of(ctx)>>>(s, out);
+  check_launch("tiles_kernel");
 }
 
 void prepare_keys(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {

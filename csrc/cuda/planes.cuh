@@ -55,6 +55,7 @@ struct Prepared {
   int64_t* rowmax;         // [heads][rows_pad], M as an integer
   int2* row_keys;          // [heads][rows_pad]: begin and end of the attended keys, relative to kv_lo; 0, 0 if none
   int64_t* row_bias;       // [heads][rows_pad]: where a row's bias of key kv_lo lies; null without a bias
+  int2* block_keys;        // [heads][rows_pad / kBlockRows]: from the least begin to the greatest end; INT32_MAX, 0 if none
   int32_t* tile_first;     // [heads][rows_pad / kRowPad]: a tile's first attended key, down to a multiple of kKeyPad
 };
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ void byte_planes(const uint32_t (&w)[4], uint32_t (&p
 #endif
 
 void prepare_queries(const Context&, const Problem&, const Shape&, const Prepared&);
-void prepare_tiles(const Context&, const Shape&, const Prepared&);  // tile_first, after the queries
+void prepare_tiles(const Context&, const Shape&, const Prepared&);  // block_keys and tile_first, after the queries
 void prepare_keys(const Context&, const Problem&, const Shape&, const Prepared&);
 void reset_values(const Context&, const Shape&, const Prepared&);  // value_range and value_special, before any values
 void prepare_values(const Context&, const Problem&, const Shape&, const Prepared&);

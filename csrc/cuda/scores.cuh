@@ -126,23 +126,14 @@ __device__ __forceinline__ void load_rows(const ScoresArgs& args, int64_t head, 
 struct KeyRange {
   int first, last;
 };
-// All threads call it; `shared` is two ints.
 template <int STEP, class Args>
 __device__ __forceinline__ KeyRange keys_of_rows(const Args& args, int64_t head, int64_t row_base, int rows,
-                                                 int64_t begin, int64_t end, int* shared) {
-  if (threadIdx.x == 0) shared[0] = INT32_MAX, shared[1] = 0;
-  __syncthreads();
-  for (int r = threadIdx.x; r < rows; r += blockDim.x) {
-    const int2 keys = args.prepared.row_keys[head * args.shape.rows_pad + row_base + r];
-    if (keys.y > keys.x) {
-      atomicMin(&shared[0], keys.x);
-      atomicMax(&shared[1], keys.y);
-    }
-  }
-  __syncthreads();
-  const int64_t first = max(static_cast<int64_t>(shared[0] / STEP * STEP), begin),
-                last = min(static_cast<int64_t>((shared[1] + STEP - 1) / STEP * STEP), end);
-  return {static_cast<int>(first), static_cast<int>(last)};
+                                                 int64_t begin, int64_t end) {
+  const int2* blocks = args.prepared.block_keys + (head * args.shape.rows_pad + row_base) / kBlockRows;
+  int first = INT32_MAX, last = 0;
+  for (int b = 0; b < rows / kBlockRows; ++b) first = min(first, blocks[b].x), last = max(last, blocks[b].y);
+  return {static_cast<int>(max(static_cast<int64_t>(first / STEP * STEP), begin)),
+          static_cast<int>(min(static_cast<int64_t>((last + STEP - 1) / STEP * STEP), end))};
 }
 
 // ---- row maxima ----

@@ -94,7 +94,6 @@ __global__ void __launch_bounds__(Tile::kThreads, kScoresDirectCtas)
   constexpr int kPlanes = Tile::kPlanes, kDims = Tile::kDims, kPieces = kDims / 64;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) int key_exponents[Tile::kWarps][kBlockKeys];
-  __shared__ int shared_keys[2];
   __shared__ WarpRows shared_rows[Tile::kWarps];
 
   const Shape& s = args.shape;
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kScoresDirectCtas)
   const int tile_first = args.prepared.tile_first[head];
   const int64_t slab = tile_first + int64_t(blockIdx.y) * Tile::kSlab;
   // Whole steps of the sums kernel, which reads every block of a step it enters.
-  const KeyRange range = keys_of_rows<kKeyPad>(args, head, 0, kBlockRows, slab, slab + Tile::kSlab, shared_keys);
+  const KeyRange range = keys_of_rows<kKeyPad>(args, head, 0, kBlockRows, slab, slab + Tile::kSlab);
   if (range.first >= range.last) return;
   BlockRows rows[1];
   WarpRows& warp_rows = shared_rows[warp];

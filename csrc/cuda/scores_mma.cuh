@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   constexpr int kGroups = Groups<kPlanes, WIDE>::kCount;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) int key_exponents[kStages][kKeys];
-  __shared__ int shared_keys[2];
   __shared__ WarpRows shared_rows[Tile::kThreads / kWarpSize];
 
   const Shape& s = args.shape;
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   const int tile_first = args.prepared.tile_first[tile];
   const int64_t slab = tile_first + int64_t(blockIdx.y) * args.slab_keys;
   // Whole steps of the sums kernel, which reads every block of a step it enters.
-  const KeyRange keys = keys_of_rows<kSumKeys>(args, head, row_base, kRows, slab, slab + args.slab_keys, shared_keys);
+  const KeyRange keys = keys_of_rows<kSumKeys>(args, head, row_base, kRows, slab, slab + args.slab_keys);
   if (keys.first >= keys.last) return;
   const int tiles = (keys.last - keys.first) / kKeys;
   BlockRows rows[2];

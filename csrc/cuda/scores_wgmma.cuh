@@ -94,7 +94,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) int key_exponents[kStages][kKeys];
   __shared__ __align__(8) uint64_t query_ready, ready[kStages], free_again[kStages];
-  __shared__ int shared_keys[2];
   __shared__ WarpRows shared_rows[Tile::kThreads / kWarpSize];
 
   const Shape& s = args.shape;
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   const int tile_first = args.prepared.tile_first[tile];
   const int64_t slab = tile_first + int64_t(blockIdx.y) * args.slab_keys;
   const KeyRange keys =
-      keys_of_rows<kSumKeys>(args, head, row_base, Tile::kRows, slab, slab + args.slab_keys, shared_keys);
+      keys_of_rows<kSumKeys>(args, head, row_base, Tile::kRows, slab, slab + args.slab_keys);
   if (keys.first >= keys.last) return;
   const int tiles = (keys.last - keys.first) / kKeys;
   static_assert(kKeys == kSumKeys, "a whole step of the sums kernel is written");

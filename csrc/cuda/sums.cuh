@@ -14,6 +14,7 @@ struct SumsArgs {
   Prepared prepared;
   Distances distances;
   int64_t first_tile;  // row tiles of kRowPad rows over all heads, as in the scores kernel
+  int tiles;           // of this launch
   int dim_blocks;      // CTAs side by side over head_dim
   int splits;          // parts of the key range; more than one adds into `digits` atomically
   int64_t split_keys;  // keys of a part
@@ -23,13 +24,14 @@ struct SumsArgs {
   int64_t* digits;
   int64_t* den;     // [heads * rows]
   bool into_digits;
+  int* ticket;      // 0 before the launch: counts the pieces of work that CTAs took, where a kernel shares them out so
   MutableView out;  // data == nullptr: leave the sums in digits and den
-  __device__ __forceinline__ int64_t* digits_of(int64_t head, int64_t row, int dim) const {
-    return digits + ((head * shape.rows + row - digits_row) * shape.dims + dim) * kDigits;
+  __device__ __forceinline__ int64_t* digits_of(int64_t index, int dim) const {  // of a row over heads * rows
+    return digits + ((index - digits_row) * shape.dims + dim) * kDigits;
   }
-  __device__ __forceinline__ int64_t out_offset(int64_t head, int64_t row, int dim) const {
+  __device__ __forceinline__ int64_t out_offset(int64_t head, int64_t row) const {  // of dim 0
     const Pair at = pair_of(head, row, 0);
-    return at.batch * out.stride_batch + at.head * out.stride_head + at.query * out.stride_row + dim;
+    return at.batch * out.stride_batch + at.head * out.stride_head + at.query * out.stride_row;
   }
   // A row of a head and a key relative to kv_lo, as the call counts them.
   __device__ __forceinline__ Pair pair_of(int64_t head, int64_t row, int64_t key) const {
@@ -74,9 +76,9 @@ __device__ __forceinline__ void digits_add_atomic(int64_t* digits, int64_t x, in
 }
 
 // One output's sum, low + high * 2^24, onto its long accumulator. Out of line: most rows never come here.
-static __device__ __noinline__ void flush_sum(const SumsArgs& args, int64_t head, int64_t row, int dim, int64_t low,
-                                              int64_t high, int position, bool first) {
-  int64_t* digits = args.digits_of(head, row, dim);
+static __device__ __noinline__ void flush_sum(const SumsArgs& args, int64_t index, int dim, int64_t low, int64_t high,
+                                              int position, bool first) {
+  int64_t* digits = args.digits_of(index, dim);
   if (args.into_digits) {
     digits_add_atomic(digits, low, position);
     digits_add_atomic(digits, high, position + 24);
@@ -89,16 +91,47 @@ static __device__ __noinline__ void flush_sum(const SumsArgs& args, int64_t head
 }
 
 // Out of line: most rows never come here.
-static __device__ __noinline__ double flushed_sum(const SumsArgs& args, int64_t head, int64_t row, int dim) {
-  return digits_round(args.digits_of(head, row, dim), 1);
+static __device__ __noinline__ double flushed_sum(const SumsArgs& args, int64_t index, int dim) {
+  return digits_round(args.digits_of(index, dim), 1);
+}
+
+// A row's sum of weights, where it belongs.
+__device__ __forceinline__ void publish_den(const SumsArgs& args, int64_t head, int64_t row, uint64_t den) {
+  if (row >= args.shape.rows) return;
+  int64_t* to = args.den + head * args.shape.rows + row;
+  if (!args.into_digits) {
+    *to = static_cast<int64_t>(den);
+  } else if (den != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(den));
+  }
+}
+
+// What the outputs of a row have in common; it waits for them in shared memory.
+struct OutputRow {
+  int64_t index;   // over heads * rows; < 0 if there is no such row
+  int64_t offset;  // of dim 0, in out
+  int64_t den, special;
+
+  __device__ __forceinline__ static OutputRow of(const SumsArgs& args, int64_t head, int64_t row, int64_t den) {
+    if (row >= args.shape.rows) return {-1, 0, 0, 0};
+    return {head * args.shape.rows + row, args.out_offset(head, row), den,
+            args.rowmax(head, row) == kRowmaxPoisoned ? kCountNan : 0};
+  }
+};
+
+// A row's sum of weights to an OutputRow, and `to_memory` where it belongs. Out of line: once a piece of work.
+static __device__ __noinline__ void publish_row(const SumsArgs& args, int64_t head, int64_t row, uint64_t den,
+                                                OutputRow* to, bool to_memory) {
+  *to = OutputRow::of(args, head, row, static_cast<int64_t>(den));
+  if (to_memory) publish_den(args, head, row, den);
 }
 
 // One output from its sum, which `flushed` says lies in its long accumulator.
-__device__ __forceinline__ void emit_output(const SumsArgs& args, int64_t head, int64_t row, int dim, int64_t low,
-                                            int64_t high, int position, bool flushed, int64_t den) {
+__device__ __forceinline__ void emit_output(const SumsArgs& args, const OutputRow& to, int dim, int64_t low,
+                                            int64_t high, int position, bool flushed) {
   double num;
   if (flushed) {
-    num = flushed_sum(args, head, row, dim);
+    num = flushed_sum(args, to.index, dim);
   } else {
     // 128 bits: |low| < 2^48, |high| < 2^57.
     const uint64_t shifted = static_cast<uint64_t>(high) << 24;
@@ -106,24 +139,9 @@ __device__ __forceinline__ void emit_output(const SumsArgs& args, int64_t head, 
     const int64_t carry = (sum < shifted ? 1 : 0) + (low >> 63);
     num = mul_f64(round_wide((high >> 40) + carry, sum), pow2(position - kUnitExponent));
   }
-  const int64_t special = args.rowmax(head, row) == kRowmaxPoisoned ? kCountNan : 0;
-  store_element(args.out.data, args.out_offset(head, row, dim), args.out.dtype,
-                output_of(num, den, special, args.problem.precision.weight_bits,
+  store_element(args.out.data, to.offset + dim, args.out.dtype,
+                output_of(num, to.den, to.special, args.problem.precision.weight_bits,
                           args.problem.modifiers.rescale()));
-}
-
-// The CTA's sums of weights, where they belong; the multiplying threads call it.
-template <class Tile>
-__device__ __forceinline__ void publish_den(const SumsArgs& args, int64_t head, int64_t row_base,
-                                            const unsigned long long* den) {
-  for (int r = threadIdx.x; r < Tile::kRows && row_base + r < args.shape.rows; r += Tile::kMultiplyThreads) {
-    int64_t* to = args.den + head * args.shape.rows + row_base + r;
-    if (!args.into_digits) {
-      *to = static_cast<int64_t>(den[r]);
-    } else if (den[r] != 0) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(to), den[r]);
-    }
-  }
 }
 
 // The accumulators of a warp: 16 rows x 8 * BLOCKS dims in every digit position, as C fragments.
@@ -139,7 +157,8 @@ struct PositionSums {
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[p][n][i] = 0;
   }
-  // f(row in the warp's 16, dim in the warp's dims, low, high) for every sum of the thread, which is low + high * 2^24:
+  // f(half, dim in the warp's dims, low, high) for every sum of the thread, in row lane / 4 + 8 * half of the warp's 16;
+  // it is low + high * 2^24:
   // low holds positions 0 to 2 and is below 2^48, high the others and is below 2^57. The sums are copied to local
   // memory first and taken in a real loop, AT_ONCE of them together: one where f calls functions, which registers would
   // have to be saved around, more where f waits for memory or divisions.
@@ -160,7 +179,7 @@ struct PositionSums {
       int64_t high = 0;
 #pragma unroll
       for (int p = POSITIONS - 1; p >= 3; --p) high = (high << 8) + x[p];
-      f(lane / 4 + 8 * (e >> 1 & 1), (e >> 2) * 8 + (lane % 4) * 2 + (e & 1), low, high);
+      f(e >> 1 & 1, (e >> 2) * 8 + (lane % 4) * 2 + (e & 1), low, high);
     }
   }
 };
@@ -178,20 +197,23 @@ struct NoneDropped {
   __device__ __forceinline__ unsigned operator()(int, int) const { return 0; }
 };
 
-// Forms the weights of a CTA's Tile::kRows rows step by step into two stages of byte planes. A warp works for kSlots
-// (16-row block, row half) pairs, so a thread has one fixed row of each; it takes four keys of one A register at a
-// time.
+// Forms the weights of a CTA's Tile::kRows rows step by step into stages of byte planes. A warp works for one half of a
+// block of 16 rows, or for both, its kSlots, so a thread has one fixed row of each; it takes four keys of one A register
+// at a time.
 template <class Tile>
 struct WeightForming {
   static constexpr int kSlots = Tile::kRows / 8 / Tile::kFormingWarps, kBlocks = kSumKeys / kBlockKeys;
-  static_assert(kSlots * Tile::kFormingWarps * 8 == Tile::kRows, "rows must divide evenly");
+  static_assert(kSlots * Tile::kFormingWarps * 8 == Tile::kRows && kSlots <= 2, "halves of one block");
 
-  int row[kSlots];  // in the CTA's tile
+  unsigned first_row;  // of slot 0, in the CTA's tile; slot 1 has the row 8 further
   int64_t rowmax[kSlots];
   bool live[kSlots];     // the row attends something and is not poisoned
-  bool padding[kSlots];  // none of the slot's rows is real: what it leaves in shared memory reaches no output
+  bool padding;          // no row of slot 0 is real: there are no distances, and what is left in shared memory reaches
+                         // no output
   uint64_t den[kSlots];
-  const uint4* next[kSlots];
+  // Of the step that is fetched next.
+  const uint4* next;
+  const int64_t* next_max;
   const uint32_t* next_shift;
   int next_key;  // of the step that is formed next; under dropout
   // What one step needs from memory; fetched as soon as the step before is formed.
@@ -201,14 +223,15 @@ struct WeightForming {
     uint32_t shift[kBlocks][2];      // a byte for each of the four keys
   };
 
+  __device__ __forceinline__ int row(int slot) const { return first_row + 8 * slot; }
+
   __device__ __forceinline__ WeightForming(const SumsArgs& args, int64_t head, int64_t row_base, int warp, int lane) {
+    first_row = warp * kSlots * 8 + lane / 4;
+    padding = row_base + first_row / 8 * 8 >= args.shape.rows;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      const int slot = warp * kSlots + i;
-      row[i] = slot * 8 + lane / 4;
-      rowmax[i] = args.rowmax(head, row_base + row[i]);
+      rowmax[i] = args.rowmax(head, row_base + row(i));
       live[i] = rowmax[i] != kRowmaxPoisoned && rowmax[i] != kRowmaxEmpty;
-      padding[i] = row_base + slot * 8 >= args.shape.rows;
       den[i] = 0;
     }
   }
@@ -217,32 +240,29 @@ struct WeightForming {
   template <class Work>
   __device__ __forceinline__ void start(const SumsArgs& args, const Work& work, int lane) {
     const Distances& d = args.distances;
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-      const int64_t block = (work.row16_base + row[i] / kBlockRows) * d.key_blocks +
-                            (work.key_begin - work.tile_first) / kBlockKeys;
-      next[i] = d.distance + (block * 4 + row[i] / 8 % 2) * kWarpSize + lane;
-    }
+    const int64_t block = (work.row16_base + first_row / kBlockRows) * d.key_blocks +
+                          (work.key_begin - work.tile_first) / kBlockKeys;
+    next = d.distance + (block * 4 + first_row / 8 % 2) * kWarpSize + lane;
+    next_max = d.block_max + block * kBlockRows + first_row % kBlockRows;
     const uint8_t* shifts = args.prepared.value_shift + work.head * args.shape.keys_pad + work.key_begin;
     next_shift = reinterpret_cast<const uint32_t*>(shifts) + lane % 4;
     next_key = static_cast<int>(work.key_begin);
   }
 
-  __device__ __forceinline__ void fetch(const Distances& d, Fetched& f) {
+  __device__ __forceinline__ void fetch(Fetched& f) {
+    if (padding) return;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      if (padding[i]) continue;  // there are no distances of padding rows
-      // The block maxima lie as the distances do, so one pointer serves both.
-      const int64_t* next_max =
-          d.block_max + ((next[i] - d.distance) / (4 * kWarpSize)) * kBlockRows + row[i] % kBlockRows;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        f.below[i][b] = next_max[b * kBlockRows];
+        f.below[i][b] = next_max[b * kBlockRows + 8 * i];
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) f.distance[i][b][pair] = __ldcs(next[i] + (b * 4 + pair * 2) * kWarpSize);
+        for (int pair = 0; pair < 2; ++pair)
+          f.distance[i][b][pair] = __ldcs(next + (b * 4 + pair * 2 + i) * kWarpSize);
       }
-      next[i] += kBlocks * 4 * kWarpSize;
     }
+    next += kBlocks * 4 * kWarpSize;
+    next_max += kBlocks * kBlockRows;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -271,81 +291,99 @@ struct WeightForming {
   template <bool WANTED, class Dropped>
   __device__ __forceinline__ unsigned form(Fetched& f, uint8_t* stage, int bucket, bool many, int lane,
                                            const Dropped& dropped) {
+    if (padding) return 0;
     if (many) select_shifts(f, bucket);
     uint32_t any_low = 0, any_high = 0;
+    // A step adds at most 16 weights of 2^T a row and thread.
+    using StepSum = typename std::conditional<Tile::kWeightBits + 4 < 32, uint32_t, uint64_t>::type;
+    static_assert(kBlocks * 8 <= 16, "a step's sum of weights must fit");
+    StepSum step_den[kSlots] = {};
+    uint8_t* row_at = stage + plane_offset(first_row, lane % 4 * 4, kSumKeys);
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-      if (padding[i]) continue;
-      // A step adds at most 16 weights of 2^T a row and thread.
-      using StepSum = typename std::conditional<Tile::kWeightBits + 4 < 32, uint32_t, uint64_t>::type;
-      static_assert(kBlocks * 8 <= 16, "a step's sum of weights must fit");
-      StepSum step_den = 0;
+    for (int b = 0; b < kBlocks; ++b) {
+      uint32_t base[kSlots];
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const uint32_t base = live[i] ? clamp_distance(rowmax[i] - f.below[i][b]) : kFarDistance;
+      for (int i = 0; i < kSlots; ++i)
+        base[i] = live[i] ? clamp_distance(rowmax[i] - f.below[i][b]) : kFarDistance;
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
+      for (int pair = 0; pair < 2; ++pair) {
+        const int key = b * kBlockKeys + pair * 16;
+        uint32_t by[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) by[c] = __byte_perm(f.shift[b][pair], 0, 0x4440 + c);
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
           const uint32_t d[4] = {f.distance[i][b][pair].x, f.distance[i][b][pair].y, f.distance[i][b][pair].z,
                                  f.distance[i][b][pair].w};
           uint32_t low[4], high = 0;
-          const unsigned out = dropped(i, next_key + b * kBlockKeys + pair * 16 + lane % 4 * 2);
+          const unsigned out = dropped(i, next_key + key + lane % 4 * 2);
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base + d[c], kDistanceLimit));
-            step_den += w;
+            uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base[i] + d[c], kFarDistance));
+            step_den[i] += w;
             w = out >> c & 1 ? 0 : w;
-            const uint32_t by = f.shift[b][pair] >> (8 * c) & 0xff;
-            low[c] = shift_left(w, by);
-            if (Tile::kWeightPlanes == 5) high |= shift_right(w, 32 - by) << (8 * c);
+            low[c] = shift_left(w, by[c]);
+            if (Tile::kWeightPlanes == 5) high |= shift_right(w, 32 - by[c]) << (8 * c);
             if (WANTED) any_low |= low[c];
           }
           if (WANTED) any_high |= high;
           uint32_t planes[4];
           byte_planes(low, planes);
-          uint8_t* at = stage + plane_offset(row[i], b * kBlockKeys + pair * 16 + (lane % 4) * 4, kSumKeys);
+          uint8_t* at = row_at + plane_offset(8 * i, key, kSumKeys);
 #pragma unroll
           for (int p = 0; p < 4; ++p) *reinterpret_cast<uint32_t*>(at + p * Tile::kWeightPlaneBytes) = planes[p];
           if constexpr (Tile::kWeightPlanes == 5) *reinterpret_cast<uint32_t*>(at + 4 * Tile::kWeightPlaneBytes) = high;
         }
       }
-      if (bucket == 0) den[i] += step_den;
     }
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      if (bucket == 0) den[i] += step_den[i];
     next_key += kSumKeys;
     if (!WANTED) return 0;
     return planes_seen(__reduce_or_sync(kFullWarp, any_low), __reduce_or_sync(kFullWarp, any_high));
   }
 
-  __device__ __forceinline__ void publish(unsigned long long* den_shared) const {
+  // A row has one warp, and a quad of it: its sum of weights to rows, and `to_memory` where it belongs.
+  __device__ __forceinline__ void publish(const SumsArgs& args, int64_t head, int64_t row_base, int lane,
+                                          OutputRow* rows, bool to_memory) const {
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i)
-      if (den[i] != 0) atomicAdd(&den_shared[row[i]], static_cast<unsigned long long>(den[i]));
+    for (int i = 0; i < kSlots; ++i) {
+      uint64_t sum = den[i] + __shfl_xor_sync(kFullWarp, den[i], 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
+      if (lane % 4 != 0) continue;
+      publish_row(args, head, row_base + row(i), sum, rows + row(i), to_memory);
+    }
   }
 };
 
-// Which rows, dims and keys a sums CTA has.
+// A piece of the work of a sums kernel: rows, dims and keys.
 template <class Tile>
 struct SumsWork {
   int dim_block, steps;
   int64_t head, row_base, row16_base, key_begin;
   int tile_first;
 
-  // All threads call it; `shared` is two ints.
-  __device__ __forceinline__ SumsWork(const SumsArgs& args, int* shared) {
+  // Pieces of one part of the keys; the long ones come first.
+  DET_HD static int pieces(const SumsArgs& args) {
+    return args.tiles * (kRowPad / Tile::kRows) * args.dim_blocks;
+  }
+
+  __device__ __forceinline__ SumsWork(const SumsArgs& args, int piece, int part) {
     const Shape& s = args.shape;
     constexpr int kSubTiles = kRowPad / Tile::kRows;
     // Later rows attend more keys when causal: the long ones first, of all heads at once where a chunk is whole heads.
-    const int64_t tiles_per_head = s.rows_pad / kRowPad, subs = gridDim.x / args.dim_blocks;
-    const int64_t heads = subs % (tiles_per_head * kSubTiles) == 0 ? subs / (tiles_per_head * kSubTiles) : 1;
-    dim_block = static_cast<int>(blockIdx.x % args.dim_blocks);
-    const int64_t work = blockIdx.x / args.dim_blocks, sub = subs / heads - 1 - work / heads;
-    const int64_t tile = args.first_tile + work % heads * tiles_per_head + sub / kSubTiles;
+    const int tiles_per_head = static_cast<int>(s.rows_pad / kRowPad), subs = args.tiles * kSubTiles;
+    const int heads = args.tiles % tiles_per_head == 0 ? args.tiles / tiles_per_head : 1;
+    dim_block = piece % args.dim_blocks;
+    const int work = piece / args.dim_blocks, sub = subs / heads - 1 - work / heads;
+    const int tile = static_cast<int>(args.first_tile) + work % heads * tiles_per_head + sub / kSubTiles;
     head = tile / tiles_per_head;
-    row_base = (tile % tiles_per_head) * kRowPad + (sub % kSubTiles) * Tile::kRows;
+    row_base = int64_t(tile % tiles_per_head) * kRowPad + (sub % kSubTiles) * Tile::kRows;
     row16_base = (tile - args.first_tile) * s.tile_blocks + (sub % kSubTiles) * (Tile::kRows / kBlockRows);
     tile_first = args.prepared.tile_first[tile];
-    const int64_t part = tile_first + blockIdx.y * args.split_keys;
-    const KeyRange keys =
-        keys_of_rows<kSumKeys>(args, head, row_base, Tile::kRows, part, part + args.split_keys, shared);
+    const int64_t begin = tile_first + int64_t(part) * args.split_keys;
+    const KeyRange keys = keys_of_rows<kSumKeys>(args, head, row_base, Tile::kRows, begin, begin + args.split_keys);
     key_begin = keys.first;
     steps = max(0, keys.last - keys.first) / kSumKeys;
   }
@@ -357,7 +395,7 @@ struct SumsWork {
 template <class Tile, class Values, class Dropped>
 __device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork<Tile>& work,
                                             const Exponents& exponents, uint8_t* shared,
-                                            unsigned (*planes_of)[kWeightWarps], unsigned long long* den_shared,
+                                            unsigned (*planes_of)[kWeightWarps], OutputRow* rows,
                                             Values values, const Dropped& dropped, int warp, int lane) {
   WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
   const bool many = exponents.buckets > 1;
@@ -368,13 +406,13 @@ __device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork
   for (int bucket = 0; formed < total; ++bucket) {
     weights.start(args, work, lane);
     typename WeightForming<Tile>::Fetched fetched;
-    weights.fetch(args.distances, fetched);
+    weights.fetch(fetched);
 #pragma unroll 1
     for (int step = 0; step < work.steps; ++step, ++formed) {
       const int stage = formed & 1;
       const unsigned seen =
           weights.template form<true>(fetched, shared + stage * Tile::kWeightBytes, bucket, many, lane, dropped);
-      if (step + 1 < work.steps) weights.fetch(args.distances, fetched);
+      if (step + 1 < work.steps) weights.fetch(fetched);
       if (lane == 0) planes_of[stage][warp] = seen;
       if (formed + 1 < total) {
         values.load(step + 1 < work.steps ? step + 1 : 0, formed + 1);
@@ -385,7 +423,7 @@ __device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork
       step_barrier<Tile>();  // the others multiply this step now, and have read the one before
     }
   }
-  weights.publish(den_shared);
+  weights.publish(args, work.head, work.row_base, lane, rows, work.dim_block == 0);
 }
 
 }  // namespace det_attn::cuda

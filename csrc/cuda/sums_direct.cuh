@@ -146,7 +146,7 @@ __device__ __forceinline__ unsigned form_weights(const Fetched& fetched, int64_t
     uint32_t low[4], high = 0;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const uint32_t w = weight_from_distance<Tile::kWeightBits>(min(above + d[c], kDistanceLimit));
+      const uint32_t w = weight_from_distance<Tile::kWeightBits>(min(above + d[c], kFarDistance));
       den += w;
       uint32_t by = static_cast<uint32_t>(e[c]) - static_cast<uint32_t>(base);
       by = by <= kMaxWeightShift ? by : 64;
@@ -200,9 +200,9 @@ template <class Tile>
 static __device__ __noinline__ void flush_sums(const SumsArgs& args,
                                                const PositionSums<Tile::kPositions, Tile::kBlocks>& sums, int64_t head,
                                                int warp, int lane, int position) {
-  sums.template for_each<1>(lane, [&](int r, int d, int64_t low, int64_t high) {
-    const int dim = warp * Tile::kBlocks * 8 + d;
-    if (r < args.shape.rows && dim < args.shape.dims) flush_sum(args, head, r, dim, low, high, position, false);
+  sums.template for_each<1>(lane, [&](int half, int d, int64_t low, int64_t high) {
+    const int r = lane / 4 + 8 * half, dim = warp * Tile::kBlocks * 8 + d;
+    if (r < args.shape.rows && dim < args.shape.dims) flush_sum(args, head * args.shape.rows + r, dim, low, high, position, false);
   });
 }
 
@@ -216,7 +216,6 @@ __global__ void __launch_bounds__(Tile::kThreads, kSumsDirectCtas)
   __shared__ __align__(16) int exponents[Tile::kKeys];
   __shared__ unsigned planes_of[Tile::kWarps];
   __shared__ unsigned long long den_shared[Tile::kRows];
-  __shared__ int shared_keys[2];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kSumsDirectCtas)
   const int tile_first = args.prepared.tile_first[head];
   const int64_t part = tile_first + blockIdx.y * args.split_keys;
   const KeyRange range =
-      keys_of_rows<Tile::kKeys>(args, head, 0, kBlockRows, part, part + args.split_keys, shared_keys);
+      keys_of_rows<Tile::kKeys>(args, head, 0, kBlockRows, part, part + args.split_keys);
   if (range.first >= range.last) return;
   if (threadIdx.x < Tile::kRows) den_shared[threadIdx.x] = 0;
   uint8_t* weight_planes = shared;
@@ -319,7 +318,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kSumsDirectCtas)
   if (gathered > 0) flush(base);
   if (den != 0) atomicAdd(&den_shared[half * 8 + lane / 4], static_cast<unsigned long long>(den));
   __syncthreads();
-  publish_den<Tile>(args, head, 0, den_shared);
+  if (threadIdx.x < Tile::kRows) publish_den(args, head, threadIdx.x, den_shared[threadIdx.x]);
 }
 
 }  // namespace det_attn::cuda

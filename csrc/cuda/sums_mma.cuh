@@ -126,23 +126,21 @@ template <class Tile, bool DROPOUT>
 __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_constant__ SumsArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) unsigned planes_of[2][kWeightWarps];
-  __shared__ unsigned long long den_shared[Tile::kRows];
-  __shared__ int shared_keys[2];
+  __shared__ OutputRow rows[Tile::kRows];
 
   const Shape& s = args.shape;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for (int r = threadIdx.x; r < Tile::kRows; r += Tile::kThreads) den_shared[r] = 0;
-  const SumsWork<Tile> work(args, shared_keys);  // synchronises
+  const SumsWork<Tile> work(args, blockIdx.x, blockIdx.y);
   if (work.row_base >= s.rows) return;
   const Exponents exponents(args.prepared, work.head);
   const uint32_t weight_shared = shared_address(shared), value_shared = weight_shared + 2 * Tile::kWeightBytes;
   if (warp >= kSumWarps) {
     const ValueCopies<Tile> values(args, work, value_shared, threadIdx.x - Tile::kMultiplyThreads);
     if constexpr (DROPOUT) {
-      run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values,
+      run_weights<Tile>(args, work, exponents, shared, planes_of, rows, values,
                         DroppedPairs<Tile>(args, work, warp - kSumWarps, lane), warp - kSumWarps, lane);
     } else {
-      run_weights<Tile>(args, work, exponents, shared, planes_of, den_shared, values, NoneDropped(), warp - kSumWarps,
+      run_weights<Tile>(args, work, exponents, shared, planes_of, rows, values, NoneDropped(), warp - kSumWarps,
                         lane);
     }
     __syncthreads();
@@ -178,10 +176,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
     const bool full = ((step + 1) & (kFlushKeys / kSumKeys - 1)) == 0;
     if (more ? full : many || args.into_digits || flushed) {
       const int position = exponents.position(bucket, args.problem.precision);
-      sums.template for_each<1>(lane, [&](int r, int d, int64_t low, int64_t high) {
-        const int64_t row = work.row_base + warp_m * kBlockRows + r;
+      sums.template for_each<1>(lane, [&](int half, int d, int64_t low, int64_t high) {
+        const int64_t row = work.row_base + warp_m * kBlockRows + lane / 4 + 8 * half;
         const int dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
-        if (row < s.rows && dim < s.dims) flush_sum(args, work.head, row, dim, low, high, position, !flushed);
+        if (row < s.rows && dim < s.dims)
+          flush_sum(args, work.head * s.rows + row, dim, low, high, position, !flushed);
       });
       sums.clear();
       flushed = true;
@@ -190,19 +189,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
     bucket += !more;
   }
 
-  // ---- DEN ----
-  __syncthreads();
-  if (work.dim_block == 0) publish_den<Tile>(args, work.head, work.row_base, den_shared);
-  if (args.into_digits) return;
-
   // ---- output ----
+  __syncthreads();  // the rows are there
+  if (args.into_digits) return;
   const int position = exponents.position(0, args.problem.precision);
-  sums.template for_each<4>(lane, [&](int r, int d, int64_t low, int64_t high) {
-    const int row = warp_m * kBlockRows + r, dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
-    if (work.row_base + row < s.rows && dim < s.dims) {
-      emit_output(args, work.head, work.row_base + row, dim, low, high, position, flushed,
-                  static_cast<int64_t>(den_shared[row]));
-    }
+  const int r = warp_m * kBlockRows + lane / 4;
+  const OutputRow to[2] = {rows[r], rows[r + 8]};
+  sums.template for_each<4>(lane, [&](int half, int d, int64_t low, int64_t high) {
+    const int dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
+    if (to[half].index >= 0 && dim < s.dims) emit_output(args, to[half], dim, low, high, position, flushed);
   });
 }
 

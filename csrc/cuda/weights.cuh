@@ -19,27 +19,32 @@ __device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t n) {
   return y;
 }
 
-// The greatest distance weight_from_distance() takes; anything above it is 0 as it is.
-constexpr uint32_t kDistanceLimit = (1u << 30) - 1;
-
-// W of a distance <= kDistanceLimit.
-// rounded = u + 2^23 with u = (distance * c + 2^29) >> 30 is the high word of 4 * distance * c + (2^55 + 2^31). From
-// 2^29 on u >= 46 * 2^24, so n >= 46 and every shift below gives 0: no test for the zero range is needed. p = m * 2^(E
-// - 127 - 23) with m the 24-bit significand, so p * 2^31 = (m << 8) >> (127 - E), exact; E is 127 where g <= 0 and 126
-// where g > 0, since p(0) = 1 and p falls. The rounded shift by n + 31 - T is then one rounded shift of m << 8 by k = n
-// + 31 - T + [g > 0]; and n + [g > 0] is u / 2^24 rounded up. Its value is the floor plus the bit below. T = 31 has k =
-// 0, which has no bit below: k - 1 wraps to 2^32 - 1 and the clamping shift gives 0, as it does for every k above 32.
+// W of a distance <= kFarDistance.
+// product has u from bit 30 up: n is u / 2^24 rounded, and the low 24 bits of u, read as signed, are g * 2^24; shifted to
+// the top of a word they are g * 2^32, which the polynomial takes as it is. At kFarDistance n is 46, where every shift
+// below gives 0.
+//   T = 23: W = floor(v + 1/2) of v = p * 2^(23 - n) <= 2^23. Rounded down, v + (2^23 - 1/2) is floor(v + 1/2) + 2^23 -
+// 1 where v >= 1/2, since floats there are whole, and 2^23 - 1/2, the float before 2^23, where v < 1/2: as bits, in both
+// cases W more than those of 2^23, less one. The exponent of the factor is a constant less n, which is
+// floor((2 * high + 2^22) / 2^23).
+//   T = 31: p * 2^31 is the 24-bit significand shifted up by 8 or 7, and W its rounded shift by n: the floor plus the bit
+// below. Where nothing is shifted out the shift for that bit wraps and the clamping shift gives 0, as it does above 32.
 template <int WEIGHT_BITS>
 __device__ __forceinline__ uint32_t weight_from_distance(uint32_t distance) {
-  const uint64_t product = static_cast<uint64_t>(4 * distance) * kLog2eFixed + ((1ull << 55) + (1ull << 31));
-  const uint32_t rounded = static_cast<uint32_t>(product >> 32);
-  const float g = fma_f32(static_cast<float>(rounded & 0xffffffu), 5.9604644775390625e-08f, -0.5f);  // exact
-  const uint32_t m = (__float_as_uint(exp2_poly(g)) << 8) | 0x80000000u;
-  const uint32_t up = (rounded + ((1u << 23) - 1)) >> 24;
-  if constexpr (WEIGHT_BITS == 31) {
-    return shift_right(m, up) + (shift_right(m, up - 1) & 1u);
-  } else {  // k > 0, so half of the rounded-up floor by k - 1; m is below 2^32 - 1 after that shift: no carry out
-    return (shift_right(m, up + (30 - WEIGHT_BITS)) + 1) >> 1;
+  static_assert(WEIGHT_BITS == 23 || WEIGHT_BITS == 31, "see the argument above");
+  constexpr int kScale = 80;  // keeps coefficients of g * 2^32, and the factor below, normal
+  const uint64_t product = static_cast<uint64_t>(distance) * kLog2eFixed + (1ull << 29);
+  const uint32_t low = static_cast<uint32_t>(product), high = static_cast<uint32_t>(product >> 32);
+  const int g = static_cast<int>(__funnelshift_l(low, high, 10) & 0xffffff00u);
+  const float p = exp2_poly<32, kScale>(static_cast<float>(g));  // exact: g has 24 bits
+  if constexpr (WEIGHT_BITS == 23) {
+    constexpr uint32_t kExponent = static_cast<uint32_t>(127 + WEIGHT_BITS - kScale) << 23;
+    const float factor = __uint_as_float(((kExponent + (1u << 22) - 1) - 2 * high) & 0xff800000u);
+    return __float_as_uint(__fmaf_rd(p, factor, 8388607.5f)) - (0x4b000000u - 1);
+  } else {
+    const uint32_t m = (__float_as_uint(p) << 8) | 0x80000000u;
+    const uint32_t by = ((high + (1u << 21)) >> 22) + (127 + kScale) - (__float_as_uint(p) >> 23);
+    return shift_right(m, by) + (shift_right(m, by - 1) & 1u);
   }
 }
 

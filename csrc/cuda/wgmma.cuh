@@ -62,6 +62,17 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Moves registers between warpgroups that work differently: each calls it once, and together they may have no more than
+// LAUNCHED each, the registers of a thread at the launch.
+template <int REGISTERS, int LAUNCHED>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (REGISTERS > LAUNCHED) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  }
+}
+
 // Makes ordinary shared-memory writes of this thread visible to wgmma.
 __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -11,7 +11,8 @@ void launch_sums_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
   auto kernel = sums_kernel<Tile, DROPOUT>;
   allow_shared(kernel, Tile::kSharedBytes);
   args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;
-  const dim3 grid(grid_of(tiles * (kRowPad / Tile::kRows) * args.dim_blocks), static_cast<unsigned>(args.splits));
+  args.tiles = static_cast<int>(tiles);
+  const dim3 grid(grid_of(SumsWork<Tile>::pieces(args)), static_cast<unsigned>(args.splits));
   kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream_of(ctx)>>>(args);
   check_launch("sums_kernel");
 }

@@ -1,6 +1,8 @@
 // Launch of the wgmma sums kernel: a 64-dim tile for narrow heads, a 128-dim tile otherwise.
 #pragma once
 
+#include <algorithm>
+
 #include "../sums_wgmma.cuh"
 #include "../tensor_core.cuh"
 
@@ -11,7 +13,10 @@ void launch_sums_wgmma_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
   auto kernel = sums_wgmma_kernel<Tile>;
   allow_shared(kernel, Tile::kSharedBytes);
   args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;
-  const dim3 grid(grid_of(tiles * (kRowPad / Tile::kRows) * args.dim_blocks), static_cast<unsigned>(args.splits));
+  args.tiles = static_cast<int>(tiles);
+  const int64_t pieces = int64_t(SumsWork<Tile>::pieces(args)) * args.splits;
+  const unsigned grid = std::min(grid_of(pieces), static_cast<unsigned>(processors(ctx.device)));
+  check(cudaMemsetAsync(args.ticket, 0, sizeof(int), stream_of(ctx)), "cudaMemsetAsync");
   kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream_of(ctx)>>>(args);
   check_launch("sums_wgmma_kernel");
 }
