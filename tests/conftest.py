@@ -76,7 +76,9 @@ def assert_same_bits(a, b, what=""):
     assert a.dtype == b.dtype, f"{what}dtype {a.dtype} against {b.dtype}"
     assert a.shape == b.shape, f"{what}shape {tuple(a.shape)} against {tuple(b.shape)}"
     bits = BITS[a.element_size()]
-    a_bits, b_bits = (x.detach().cpu().contiguous().view(bits) for x in (a, b))
+    a_bits, b_bits = (x.detach().contiguous().view(bits) for x in (a, b))
+    if a.device != b.device:
+        a_bits, b_bits = a_bits.cpu(), b_bits.cpu()
     if torch.equal(a_bits, b_bits):
         return
     differing = (a_bits != b_bits).nonzero()

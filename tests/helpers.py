@@ -50,6 +50,16 @@ def threads(count):
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def syncs_are_errors():
+    """Within the block an op that waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def every_modifier(Q, K):
     """The ops' arguments with every modifier on: a broadcast bias, and tensors wherever there may be."""
     device, (batch, heads, q_len, _), kv_len = Q.device, Q.shape, K.shape[2]

@@ -3,6 +3,7 @@
 In: a function of this file by name, and its arguments. Out: what it returns on every rank, or the error it raises.
 """
 
+import functools
 import multiprocessing
 import os
 import traceback
@@ -140,23 +141,37 @@ def attend(me, size, inputs, rows, backward=True, named=False, grid=None, **how)
     return [numpy_of(x) for x in found]
 
 
-def long(me, size, length, method):
-    """Names of what differs from one device, which each rank is as well. Inputs by torch: they are too many to hash."""
+@functools.lru_cache(maxsize=1)
+def long_problem(me, size, length):
+    """q, k, v, dO of 8 heads, and out, dq, dk, dv. Each head is computed by one device alone, the heads by all of them
+    at once. Inputs by torch: they are too many to hash."""
     generator = torch.Generator(me.device).manual_seed(0)
-    shape = (1, 8, length, 128)
-    q, k, v, dO = (torch.randn(shape, generator=generator, device=me.device).bfloat16() for _ in range(4))
-    how = dict(precision="high", out_dtype=torch.bfloat16)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = me.kernel.det_attn(*whole, True, **how)
+    inputs = [torch.randn(1, 8, length, 128, generator=generator, device=me.device).bfloat16() for _ in range(4)]
+    heads = list(range(8))[me.rank :: size]
+    q, k, v = (x[:, heads].requires_grad_() for x in inputs[:3])
+    out = me.kernel.det_attn(q, k, v, True, precision="high", out_dtype=torch.bfloat16)
+    out.backward(inputs[3][:, heads])
+    own = torch.stack((out.detach(), q.grad, k.grad, v.grad))
+    whole = own.new_empty(4, *inputs[0].shape)
+    for rank in range(size):
+        heads = list(range(8))[rank::size]
+        part = own if rank == me.rank else own.new_empty(4, 1, len(heads), length, 128)
+        dist.broadcast(part.view(torch.uint8), rank, me.groups[size])
+        whole[:, :, heads] = part
+    return inputs, whole
+
+
+def long(me, size, length, method):
+    """Names of what differs from one device."""
+    (*inputs, dO), expected = long_problem(me, size, length)
     parts = torch.arange(length, device=me.device).tensor_split(2 * size)
     rows = torch.cat((parts[me.rank], parts[-1 - me.rank]))
-    own = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
-    found = me.kernel.det_attn_context_parallel(*own, me.groups[size], True, layout="zigzag", method=method, **how)
-    pairs = {"out": (found, expected[:, :, rows])}
-    expected.backward(dO)
-    found.backward(dO[:, :, rows])
-    pairs.update({f"d{x}": (a.grad, b.grad[:, :, rows]) for x, a, b in zip("qkv", own, whole)})
-    return [name for name, (a, b) in pairs.items() if not torch.equal(a.view(torch.int16), b.view(torch.int16))]
+    own = [x[:, :, rows].requires_grad_() for x in inputs]
+    how = dict(layout="zigzag", method=method, precision="high", out_dtype=torch.bfloat16)
+    out = me.kernel.det_attn_context_parallel(*own, me.groups[size], True, **how)
+    out.backward(dO[:, :, rows])
+    found = zip(("out", "dq", "dk", "dv"), (out, *(x.grad for x in own)), expected)
+    return [name for name, a, b in found if not torch.equal(a.view(torch.int16), b[:, :, rows].view(torch.int16))]
 
 
 def torch_context_parallel(me, size, inputs, causal):

@@ -1,10 +1,9 @@
-"""Every CUDA path gives the CPU's bytes, where GPUs go wrong: ragged tiles, full accumulators, chunks and splits, dirty
-memory, strides, streams, graphs, devices.
+"""Every CUDA path gives the CPU's bytes, where GPUs go wrong: ragged tiles, full accumulators, chunks and splits,
+strides, shards.
 
-The CPU kernel is held to the oracle by the other files, so it is the expectation here: larger sizes are quick.
+The CPU kernel is held to the oracle by the other files, so it is the expectation here: larger sizes are quick. Memory,
+streams, graphs and devices are in test_cuda_runs.py.
 """
-
-import contextlib
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from test_digits import PATTERNS, compare_scores, extremes
 pytestmark = pytest.mark.gpu
 
 PRECISIONS = ["highest", "high"]
-SLEEP = 500_000_000  # GPU cycles, about a quarter of a second
-GPUS = torch.cuda.device_count()
 
 
 def results(kernel, inputs, causal=False, scale=None, part=None, **how):
@@ -188,69 +185,6 @@ def test_values_of_every_exponent(kernel, Sq, Skv, D, dtype, precision):
     check(kernel, (Q, K, V), precision=precision)
 
 
-# ---- Memory ----------------------------------------------------------------------------------------------------------
-
-
-def poison(byte):
-    """Fills free blocks of the caching allocator with `byte`, and shows that fresh memory then starts so."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    blocks = [torch.full((1 << 19,), byte, dtype=torch.uint8, device="cuda") for _ in range(96)]  # the small pool
-    blocks += [torch.full((size << 20,), byte, dtype=torch.uint8, device="cuda") for size in (8, 8, 1024)]
-    torch.cuda.synchronize()
-    del blocks
-    for size in (1 << 18, 5 << 20, 500 << 20):
-        # The allocator may prefer a leftover of a segment that is still in use: that one is filled, too.
-        torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte)
-        assert torch.empty(size, dtype=torch.uint8, device="cuda")[:: size // 8].tolist() == [byte] * 8
-
-
-DIRTY = [
-    (dict(family="normal", heads=(4, 2), Sq=5, Skv=3000, D=40), dict()),
-    (dict(family="normal", heads=(2, 1), Sq=200, Skv=300, D=200), dict(causal=True)),
-    (dict(family="special", B=2, heads=(6, 2), Sq=65, Skv=140, D=40), dict(causal=True, part=(3, 77))),
-    (dict(family="mixed", heads=(2, 1), Sq=33, Skv=1100, D=64), dict(part=(0, 1100))),
-    (dict(family="normal", Sq=150, Skv=70, D=16), dict(causal=True, q_offset=-60, part=(40, 41))),
-    (dict(family="normal", heads=(2, 2), Sq=30, Skv=40, D=130), dict(part=(9, 9))),
-    (dict(family="normal", Sq=30, Skv=0, D=64), dict()),
-    (dict(family="special", heads=(6, 2), Sq=3, Skv=3000, D=72, dtype="bfloat16"), dict(causal=True, part=(100, 777))),
-    (dict(family="normal", heads=(6, 2), Sq=1, Skv=0, D=64, dtype="float16"), dict()),
-]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x01])
-@pytest.mark.parametrize("case", range(len(DIRTY)))
-def test_dirty_memory_changes_nothing(kernel, case, byte, precision):
-    """Workspaces and outputs that start as NaN, as huge numbers, as small ones."""
-    sizes, how = DIRTY[case]
-    inputs = make(seed=24, **sizes)
-    expected = results(kernel, inputs, precision=precision, **how)
-    for path in paths(kernel, "cuda"):
-        poison(byte)
-        on_device = [x.cuda() for x in inputs]
-        compare(results(kernel, on_device, path=path, precision=precision, **how), expected, path)
-        compare(results(kernel, on_device, path=path, precision=precision, **how), expected, f"{path} again")
-
-
-def extra_memory(kernel, length, path):
-    """Peak bytes of a call beyond its inputs."""
-    x = torch.randn(1, 1, length, 64, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kernel.det_attn(x, x, x, path=path)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def test_no_memory_of_size_queries_times_keys(kernel):
-    """Twice the length takes at most twice the memory, not four times."""
-    for path in paths(kernel, "cuda"):
-        small, large = (extra_memory(kernel, length, path) for length in (32768, 65536))
-        assert large < 2.2 * small, f"{path}: {small} bytes, {large} for twice the length"
-
-
 # ---- Views -----------------------------------------------------------------------------------------------------------
 
 
@@ -363,101 +297,7 @@ def test_a_rowmax_that_is_not_the_maximum(kernel, causal, scale, family, precisi
         assert_same_bits(found[1], sums[1], f"{path} DEN")
 
 
-# ---- Streams, graphs, devices ----------------------------------------------------------------------------------------
-
-SIZES = dict(family="normal", B=2, heads=(4, 2), Sq=100, Skv=1500, D=64)
-HOW = dict(causal=True, part=(10, 1400))
-
-
-def all_ops(kernel, inputs, path):
-    found = results(kernel, inputs, path=path, **HOW)
-    found["out of a part"] = kernel.finalize(found["NUM of a part"], found["DEN of a part"])
-    for kind, x in zip(("query", "key", "value"), inputs):
-        found[f"{kind} rows"], found[f"{kind} exponents"] = kernel.rows(x, kind)
-    return found
-
-
-def on_cpu(kernel, seed):
-    inputs = make(seed=seed, **SIZES)
-    return inputs, all_ops(kernel, inputs, "auto")
-
-
-def test_graph_capture_and_replay(kernel):
-    """Captured once, replayed on other inputs: every replay starts its sums afresh."""
-    problems = [on_cpu(kernel, seed) for seed in (31, 32)]
-    for path in paths(kernel, "cuda"):
-        static = [x.cuda() for x in problems[0][0]]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            all_ops(kernel, static, path)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = all_ops(kernel, static, path)
-        for inputs, expected in (problems[1], problems[0], problems[1]):
-            for to, x in zip(static, inputs):
-                to.copy_(x)
-            graph.replay()
-            graph.replay()
-            torch.cuda.synchronize()
-            compare(found, expected, f"{path} replayed")
-
-
-@contextlib.contextmanager
-def syncs_are_errors():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_no_host_synchronisation(kernel):
-    """Every op returns while the GPU is still busy with what came before it."""
-    inputs, expected = on_cpu(kernel, 33)
-    static = [x.cuda() for x in inputs]
-    for path in paths(kernel, "cuda"):
-        all_ops(kernel, static, path)  # loads the kernels and fills the allocator
-        torch.cuda.synchronize()
-        with syncs_are_errors():
-            torch.cuda._sleep(SLEEP)
-            found = all_ops(kernel, static, path)
-            still_busy = not torch.cuda.current_stream().query()
-        assert still_busy, f"{path}: an op waited for the GPU"
-        compare(found, expected, path)
-
-
-def test_current_stream(kernel):
-    """Ops see inputs that their own stream writes late, and run beside another stream without touching its memory."""
-    problems = [on_cpu(kernel, seed) for seed in (34, 35)]
-    pinned = [[x.pin_memory() for x in inputs] for inputs, _ in problems]
-    streams = [torch.cuda.Stream() for _ in problems]
-    for path in paths(kernel, "cuda"):
-        static = [[torch.full_like(x, float("nan"), device="cuda") for x in inputs] for inputs, _ in problems]
-        found = []
-        torch.cuda.synchronize()
-        for stream, to, inputs in zip(streams, static, pinned):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(SLEEP // 5)
-                for a, b in zip(to, inputs):
-                    a.copy_(b, non_blocking=True)
-                found.append([all_ops(kernel, to, path) for _ in range(3)][-1])
-        torch.cuda.synchronize()
-        for one, (_, expected) in zip(found, problems):
-            compare(one, expected, path)
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs" if GPUS else "no CUDA device")
-def test_a_device_that_is_not_the_current_one(kernel):
-    inputs, expected = on_cpu(kernel, 36)
-    torch.cuda.set_device(0)
-    on_second = [x.to("cuda:1") for x in inputs]
-    for path in paths(kernel, "cuda"):
-        found = all_ops(kernel, on_second, path)
-        assert torch.cuda.current_device() == 0
-        assert all(x.device == torch.device("cuda:1") for x in found.values())
-        compare(found, expected, path)
+# ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
 def test_twenty_runs_same_bytes(kernel):

@@ -1,7 +1,8 @@
 """Every CUDA path gives the CPU's gradients, where GPUs go wrong: ragged tiles, terms at their limits, full
-accumulators, strips and parts, dirty memory, strides, streams, graphs.
+accumulators, strips and parts, strides.
 
-The CPU is held to the oracle by test_gradients.py, which also runs on CUDA, so it is the expectation here.
+The CPU is held to the oracle by test_gradients.py, which also runs on CUDA, so it is the expectation here. Memory,
+streams, graphs and devices are in test_cuda_runs.py.
 """
 
 import pytest
@@ -11,7 +12,7 @@ import generators
 from conftest import assert_same_bits
 from helpers import make, paths, tensor
 from test_contract import lay_out
-from test_cuda import SLEEP, compare, poison, ragged_case, syncs_are_errors
+from test_cuda import compare, ragged_case
 from test_digits import PATTERNS, extremes
 
 pytestmark = pytest.mark.gpu
@@ -268,53 +269,7 @@ def test_special_values(kernel, where, bad):
         check(kernel, inputs, **how)
 
 
-# ---- Memory ----------------------------------------------------------------------------------------------------------
-
-DIRTY = [
-    (dict(family="normal", heads=(4, 2), Sq=5, Skv=3000, D=40), dict()),
-    (dict(family="normal", heads=(2, 1), Sq=200, Skv=300, D=200), dict(causal=True)),
-    (dict(family="special", B=2, heads=(6, 2), Sq=65, Skv=140, D=40), dict(causal=True, part=(3, 77))),
-    (dict(family="mixed", heads=(2, 1), Sq=33, Skv=1100, D=64), dict(part=(0, 1100))),
-    (dict(family="normal", Sq=150, Skv=70, D=16), dict(causal=True, q_offset=-60, part=(40, 41))),
-    (dict(family="normal", heads=(2, 2), Sq=30, Skv=40, D=130), dict(part=(9, 9))),
-    (dict(family="normal", Sq=30, Skv=0, D=64), dict()),
-    (dict(family="normal", Sq=0, Skv=30, D=64), dict()),
-]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x01])
-@pytest.mark.parametrize("case", range(len(DIRTY)))
-def test_dirty_memory_changes_nothing(kernel, case, byte, precision):
-    """Workspaces and outputs that start as NaN, as huge numbers, as small ones."""
-    sizes, how = DIRTY[case]
-    inputs = with_gradient(make(seed=49, **sizes))
-    expected = results(kernel, inputs, precision=precision, **how)
-    for path in paths(kernel, "cuda"):
-        poison(byte)
-        on_device = [x.cuda() for x in inputs]
-        compare(results(kernel, on_device, path=path, precision=precision, **how), expected, path)
-        compare(results(kernel, on_device, path=path, precision=precision, **how), expected, f"{path} again")
-
-
-def extra_memory(kernel, length, path):
-    """Peak bytes of a backward call beyond what is there before it."""
-    leaves = [torch.randn(1, 1, length, 64, device="cuda", requires_grad=True) for _ in range(3)]
-    out = kernel.det_attn(*leaves, path=path)
-    grad = torch.ones_like(out)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out.backward(grad)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def test_no_memory_of_size_queries_times_keys(kernel):
-    """Twice the length takes at most twice the memory, not four times."""
-    for path in ("auto", "mma"):
-        small, large = (extra_memory(kernel, length, path) for length in (16384, 32768))
-        assert large < 2.2 * small, f"{path}: {small} bytes, {large} for twice the length"
+# ---- Views -----------------------------------------------------------------------------------------------------------
 
 
 def test_strides_of_zero_and_interleaved_projections(kernel):
@@ -334,15 +289,7 @@ def test_strides_of_zero_and_interleaved_projections(kernel):
         compare(results(kernel, on_device, causal=True, path=path), expected, path)
 
 
-# ---- Runs, streams, graphs -------------------------------------------------------------------------------------------
-
-SIZES = dict(family="normal", B=2, heads=(4, 2), Sq=300, Skv=1500, D=64)
-HOW = dict(causal=True, part=(10, 1400))
-
-
-def on_cpu(kernel, seed):
-    inputs = with_gradient(make(seed=seed, **SIZES), seed)
-    return inputs, results(kernel, inputs, **HOW)
+# ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -350,60 +297,3 @@ def test_ten_runs_same_bytes(kernel, precision):
     """Atomic additions arrive in another order every time."""
     inputs = with_gradient(make("mixed", heads=(8, 2), Sq=700, Skv=3000, D=96, seed=51))
     check(kernel, inputs, repeat=10, precision=precision)
-
-
-def test_graph_capture_and_replay(kernel):
-    """Captured once, replayed on other inputs: every replay starts its sums afresh."""
-    problems = [on_cpu(kernel, seed) for seed in (52, 53)]
-    for path in paths(kernel, "cuda"):
-        static = [x.cuda() for x in problems[0][0]]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            results(kernel, static, path=path, **HOW)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = results(kernel, static, path=path, **HOW)
-        for inputs, expected in (problems[1], problems[0], problems[1]):
-            for to, x in zip(static, inputs):
-                to.copy_(x)
-            graph.replay()
-            graph.replay()
-            torch.cuda.synchronize()
-            compare(found, expected, f"{path} replayed")
-
-
-def test_no_host_synchronisation(kernel):
-    """Every op returns while the GPU is still busy with what came before it."""
-    inputs, expected = on_cpu(kernel, 54)
-    static = [x.cuda() for x in inputs]
-    for path in paths(kernel, "cuda"):
-        results(kernel, static, path=path, **HOW)  # loads the kernels and fills the allocator
-        torch.cuda.synchronize()
-        with syncs_are_errors():
-            torch.cuda._sleep(SLEEP)
-            found = results(kernel, static, path=path, **HOW)
-            still_busy = not torch.cuda.current_stream().query()
-        assert still_busy, f"{path}: an op waited for the GPU"
-        compare(found, expected, path)
-
-
-def test_current_stream(kernel):
-    """Ops see inputs that their own stream writes late, and run beside another stream without touching its memory."""
-    problems = [on_cpu(kernel, seed) for seed in (55, 56)]
-    pinned = [[x.pin_memory() for x in inputs] for inputs, _ in problems]
-    streams = [torch.cuda.Stream() for _ in problems]
-    for path in paths(kernel, "cuda"):
-        static = [[torch.full_like(x, float("nan"), device="cuda") for x in inputs] for inputs, _ in problems]
-        found = []
-        torch.cuda.synchronize()
-        for stream, to, inputs in zip(streams, static, pinned):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(SLEEP // 5)
-                for a, b in zip(to, inputs):
-                    a.copy_(b, non_blocking=True)
-                found.append([results(kernel, to, path=path, **HOW) for _ in range(3)][-1])
-        torch.cuda.synchronize()
-        for one, (_, expected) in zip(found, problems):
-            compare(one, expected, path)

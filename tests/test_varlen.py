@@ -11,7 +11,7 @@ import torch
 
 import generators
 from conftest import assert_same_bits
-from helpers import paths, tensor
+from helpers import paths, syncs_are_errors, tensor
 
 LENGTHS = [(5, 9), (0, 4), (40, 40), (1, 130), (7, 0), (33, 20)]
 HEADS = (4, 2)
@@ -175,11 +175,8 @@ def test_compiled_packed_calls_give_the_same_bytes(kernel, device, dynamic):
 def test_nothing_waits_for_the_device(kernel):
     q, k, v, _, cu_q, cu_k = packed(device="cuda")
     kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, dropout_p=0.1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         kernel.det_attn_varlen(q, k, v, cu_q, cu_k, 40, 130, True, window=(9, 0), dropout_p=0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 REFUSED = [
