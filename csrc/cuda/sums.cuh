@@ -216,7 +216,8 @@ struct WeightForming {
   const int64_t* next_max;
   const uint32_t* next_shift;
   int next_key;  // of the step that is formed next; under dropout
-  // What one step needs from memory; fetched as soon as the step before is formed.
+  static constexpr int kAhead = 3;  // steps
+  // What one step needs from memory; fetched as soon as the same block of the step before is formed.
   struct Fetched {
     uint4 distance[kSlots][kBlocks][2];
     int64_t below[kSlots][kBlocks];  // block maxima
@@ -249,50 +250,62 @@ struct WeightForming {
     next_key = static_cast<int>(work.key_begin);
   }
 
-  __device__ __forceinline__ void fetch(Fetched& f) {
+  // Fetches one block of the step that `next` points at.
+  __device__ __forceinline__ void fetch_block(Fetched& f, int b) const {
     if (padding) return;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
+      f.below[i][b] = next_max[b * kBlockRows + 8 * i];
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        f.below[i][b] = next_max[b * kBlockRows + 8 * i];
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair)
-          f.distance[i][b][pair] = __ldcs(next + (b * 4 + pair * 2 + i) * kWarpSize);
-      }
+      for (int pair = 0; pair < 2; ++pair) f.distance[i][b][pair] = __ldcs(next + (b * 4 + pair * 2 + i) * kWarpSize);
     }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) f.shift[b][pair] = __ldg(next_shift + b * (kBlockKeys / 4) + pair * 4);
+  }
+  __device__ __forceinline__ void advance() {
     next += kBlocks * 4 * kWarpSize;
     next_max += kBlocks * kBlockRows;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) f.shift[b][pair] = __ldg(next_shift + b * (kBlockKeys / 4) + pair * 4);
     next_shift += kSumKeys / 4;
+  }
+  // The first step, and what the cache should bring meanwhile.
+  __device__ __forceinline__ void fetch(Fetched& f, int steps, int lane) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) fetch_block(f, b);
+#pragma unroll
+    for (int ahead = 1; ahead <= kAhead; ++ahead)
+      if (ahead < steps) ask(ahead, lane);
+    advance();
+  }
+  // Asks the L2 cache for the distances and block maxima of the step `ahead` of the one that `next` points at: a line a
+  // lane. Memory answers later than a step takes.
+  __device__ __forceinline__ void ask(int ahead, int lane) const {
+    if (padding) return;
+    const auto* blocks = reinterpret_cast<const char*>(next + ahead * (kBlocks * 4 * kWarpSize)) -
+                         (first_row / 8 % 2 * kWarpSize + lane) * sizeof(uint4);
+    static_assert(kBlocks * 4 * kWarpSize * sizeof(uint4) == kWarpSize * 128, "a line a lane");
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(blocks + lane * 128));
+    if (lane < 4) asm volatile("prefetch.global.L2 [%0];" ::"l"(next_max + ahead * kBlocks * kBlockRows));
   }
 
   // Several passes: keys of another one are shifted out.
-  __device__ __forceinline__ static void select_shifts(Fetched& f, int bucket) {
+  __device__ __forceinline__ static void select_shifts(uint32_t (&shift)[2], int bucket) {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
+    for (int pair = 0; pair < 2; ++pair) {
+      uint32_t word = 0;
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        uint32_t word = 0;
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-          word |= static_cast<uint32_t>(Exponents::shift(f.shift[b][pair] >> (8 * c) & 0xff, bucket)) << (8 * c);
-        f.shift[b][pair] = word;
-      }
+      for (int c = 0; c < 4; ++c)
+        word |= static_cast<uint32_t>(Exponents::shift(shift[pair] >> (8 * c) & 0xff, bucket)) << (8 * c);
+      shift[pair] = word;
+    }
   }
 
-  // Writes the weights of the fetched distances, shifted, as byte planes. Returns which planes are not all zero, if
-  // WANTED.
-  // WANTED. dropped(slot, key) has a bit for each of keys key, + 1, + 8, + 9: a weight that is left out of the planes,
+  // Writes the weights of the fetched distances, shifted, as byte planes, and fetches the next step's in their place, if
+  // there is one among the `left` steps from there on. Returns which planes are not all zero, if WANTED. dropped(slot, key) has a bit for each of keys key, + 1, + 8, + 9: a weight that is left out of the planes,
   // not of DEN.
   template <bool WANTED, class Dropped>
-  __device__ __forceinline__ unsigned form(Fetched& f, uint8_t* stage, int bucket, bool many, int lane,
+  __device__ __forceinline__ unsigned form(Fetched& f, int left, uint8_t* stage, int bucket, bool many, int lane,
                                            const Dropped& dropped) {
     if (padding) return 0;
-    if (many) select_shifts(f, bucket);
     uint32_t any_low = 0, any_high = 0;
     // A step adds at most 16 weights of 2^T a row and thread.
     using StepSum = typename std::conditional<Tile::kWeightBits + 4 < 32, uint32_t, uint64_t>::type;
@@ -301,6 +314,7 @@ struct WeightForming {
     uint8_t* row_at = stage + plane_offset(first_row, lane % 4 * 4, kSumKeys);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
+      if (many) select_shifts(f.shift[b], bucket);
       uint32_t base[kSlots];
 #pragma unroll
       for (int i = 0; i < kSlots; ++i)
@@ -335,7 +349,11 @@ struct WeightForming {
           if constexpr (Tile::kWeightPlanes == 5) *reinterpret_cast<uint32_t*>(at + 4 * Tile::kWeightPlaneBytes) = high;
         }
       }
+      if (left > 0) fetch_block(f, b);
+      __syncwarp();  // or the compiler asks for both blocks at the end of the step
     }
+    if (left > kAhead) ask(kAhead, lane);
+    advance();
 #pragma unroll
     for (int i = 0; i < kSlots; ++i)
       if (bucket == 0) den[i] += step_den[i];
@@ -406,13 +424,12 @@ __device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork
   for (int bucket = 0; formed < total; ++bucket) {
     weights.start(args, work, lane);
     typename WeightForming<Tile>::Fetched fetched;
-    weights.fetch(fetched);
+    weights.fetch(fetched, work.steps, lane);
 #pragma unroll 1
     for (int step = 0; step < work.steps; ++step, ++formed) {
       const int stage = formed & 1;
-      const unsigned seen =
-          weights.template form<true>(fetched, shared + stage * Tile::kWeightBytes, bucket, many, lane, dropped);
-      if (step + 1 < work.steps) weights.fetch(fetched);
+      const unsigned seen = weights.template form<true>(
+          fetched, work.steps - step - 1, shared + stage * Tile::kWeightBytes, bucket, many, lane, dropped);
       if (lane == 0) planes_of[stage][warp] = seen;
       if (formed + 1 < total) {
         values.load(step + 1 < work.steps ? step + 1 : 0, formed + 1);

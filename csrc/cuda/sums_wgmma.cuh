@@ -126,7 +126,7 @@ __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, 
       for (int bucket = 0; bucket < buckets; ++bucket) {
         typename WeightForming<Tile>::Fetched fetched;
         weights.start(args, work_of<Tile>(args, piece), lane);
-        weights.fetch(fetched);
+        weights.fetch(fetched, steps, lane);
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
           take(bucket == 0 && step == 0, piece);
@@ -140,8 +140,7 @@ __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, 
                         values + p * plane_bytes, Tile::kValuePlaneBytes, full);
             }
           }
-          weights.template form<false>(fetched, stage, bucket, buckets > 1, lane, NoneDropped());
-          if (step + 1 < steps) weights.fetch(fetched);
+          weights.template form<false>(fetched, steps - step - 1, stage, bucket, buckets > 1, lane, NoneDropped());
           if (step + 1 < steps || bucket + 1 < buckets) hand_over();
         }
       }
