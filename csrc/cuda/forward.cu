@@ -32,9 +32,6 @@ void launch_scores(const Context& ctx, Engine engine, const ScoresArgs& args, in
   }
 }
 
-// `highest` has seven digit positions: too many for wgmma's accumulators, so its sums stay on mma.sync.
-bool sums_on_wgmma(Engine engine, const Shape& s) { return engine == Engine::kWgmma && s.planes == 2; }
-
 void launch_sums(const Context& ctx, Engine engine, const SumsArgs& args, int64_t tiles) {
   if (engine == Engine::kDirect) {
     if (args.shape.keys == 0) return;
@@ -42,14 +39,15 @@ void launch_sums(const Context& ctx, Engine engine, const SumsArgs& args, int64_
   }
   if (args.problem.modifiers.dropout.on)
     return (args.shape.planes == 3 ? launch_sums_dropout_highest : launch_sums_dropout_high)(ctx, args, tiles);
-  if (sums_on_wgmma(engine, args.shape)) return launch_sums_wgmma_high(ctx, args, tiles);
+  if (engine == Engine::kWgmma)
+    return (args.shape.planes == 3 ? launch_sums_hopper_highest : launch_sums_hopper_high)(ctx, args, tiles);
   (args.shape.planes == 3 ? launch_sums_highest : launch_sums_high)(ctx, args, tiles);
 }
 
-// Rows of one sums CTA; see SumsTile, SumsWgmmaTile and SumsDirectTile.
+// Rows of one sums CTA; see SumsTile, SumsHopperTile and SumsDirectTile.
 int64_t rows_of_sums(Engine engine, const Shape& s) {
   if (engine == Engine::kDirect) return kBlockRows;
-  return sums_on_wgmma(engine, s) || s.value_dims_pad == 64 ? 64 : 32;
+  return (engine == Engine::kWgmma && s.planes == 2) || s.value_dims_pad == 64 ? 64 : 32;
 }
 
 // How far apart the keys of a tile's rows may lie: a window bounds it where the rows are consecutive queries.

@@ -3,9 +3,9 @@
 // multiply the weights of one key step while four others form those of the next.
 #pragma once
 
+#include "forming.cuh"
 #include "mma.cuh"
 #include "modified_pairs.cuh"
-#include "sums.cuh"
 
 namespace det_attn::cuda {
 
@@ -61,6 +61,69 @@ __device__ __forceinline__ void multiply_step(PositionSums<Tile::kPositions, 4>&
     }
   }
 }
+
+// The barrier of both kinds of warps, once a step; barrier 0 is __syncthreads().
+template <class Tile>
+__device__ __forceinline__ void step_barrier() {
+  asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
+}
+
+// A source of WeightForming in registers: a block of the next step is fetched as soon as this step's is used.
+template <class Tile>
+class FetchedStep {
+ public:
+  // Fetches the first of `steps` steps.
+  __device__ __forceinline__ FetchedStep(const SumsArgs& args, const SumsWork<Tile>& work,
+                                         const WeightForming<Tile>& weights, int lane)
+      : left_(work.steps), padding_(weights.padding) {
+    const Distances& d = args.distances;
+    const int64_t block = first_distance_block(d, work.row16_base, weights.first_row / kBlockRows, work.key_begin,
+                                               work.tile_first);
+    next_ = d.distance + (block * 4 + weights.first_row / 8 % 2) * kWarpSize + lane;
+    next_max_ = d.block_max + block * kBlockRows + weights.first_row % kBlockRows;
+    const uint8_t* shifts = args.prepared.value_shift + work.head * args.shape.keys_pad + work.key_begin;
+    next_shift_ = reinterpret_cast<const uint32_t*>(shifts) + lane % 4;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) fetch(b);
+    advance();
+  }
+  __device__ __forceinline__ int64_t below(int slot, int b) const { return below_[slot][b]; }
+  __device__ __forceinline__ uint4 distance(int slot, int b, int pair) const { return distance_[slot][b][pair]; }
+  __device__ __forceinline__ uint32_t shift(int b, int pair) const { return shift_[b][pair]; }
+  __device__ __forceinline__ void done(int b) {
+    if (left_ > 0) fetch(b);
+    __syncwarp();  // or the compiler asks for all blocks at the end of the step
+    if (b + 1 == kBlocks) advance();
+  }
+
+ private:
+  static constexpr int kSlots = WeightForming<Tile>::kSlots, kBlocks = WeightForming<Tile>::kBlocks;
+  __device__ __forceinline__ void fetch(int b) {
+    if (padding_) return;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      below_[i][b] = next_max_[b * kBlockRows + 8 * i];
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) distance_[i][b][pair] = __ldcs(next_ + (b * 4 + pair * 2 + i) * kWarpSize);
+    }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) shift_[b][pair] = __ldg(next_shift_ + b * (kBlockKeys / 4) + pair * 4);
+  }
+  __device__ __forceinline__ void advance() {
+    --left_;
+    next_ += kBlocks * 4 * kWarpSize;
+    next_max_ += kBlocks * kBlockRows;
+    next_shift_ += kSumKeys / 4;
+  }
+  uint4 distance_[kSlots][kBlocks][2];
+  int64_t below_[kSlots][kBlocks];
+  uint32_t shift_[kBlocks][2];
+  const uint4* next_;
+  const int64_t* next_max_;
+  const uint32_t* next_shift_;
+  int left_;  // steps not fetched
+  bool padding_;
+};
 
 // The weight warps copy the values of each step, too: the multiplying warps have no registers to spare for addresses.
 template <class Tile>
@@ -121,6 +184,41 @@ struct DroppedPairs {
 #endif
   }
 };
+
+// The weight warps' whole run. planes_of[stage][warp] tells the multiplying warps which planes hold anything. `values`
+// may bring the values of each step along: load(step, all) starts a copy, wait<pending>() waits for all but the last
+// ones.
+template <class Tile, class Values, class Dropped>
+__device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork<Tile>& work,
+                                            const Exponents& exponents, uint8_t* shared,
+                                            unsigned (*planes_of)[kWeightWarps], OutputRow* rows, Values values,
+                                            const Dropped& dropped, int warp, int lane) {
+  WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
+  const bool many = exponents.buckets > 1;
+  const int total = exponents.buckets * work.steps;
+  int formed = 0;  // steps so far, over all passes
+  if (total > 0) values.load(0, 0);
+#pragma unroll 1
+  for (int bucket = 0; formed < total; ++bucket) {
+    FetchedStep<Tile> fetched(args, work, weights, lane);
+#pragma unroll 1
+    for (int step = 0; step < work.steps; ++step, ++formed) {
+      const int stage = formed & 1, first_key = static_cast<int>(work.key_begin) + step * kSumKeys;
+      const unsigned seen = weights.template form<true>(
+          fetched, shared + stage * Tile::kWeightBytes, bucket, many, lane,
+          [&](int slot, int key) { return dropped(slot, first_key + key); });
+      if (lane == 0) planes_of[stage][warp] = seen;
+      if (formed + 1 < total) {
+        values.load(step + 1 < work.steps ? step + 1 : 0, formed + 1);
+        values.template wait<1>();
+      } else {
+        values.template wait<0>();
+      }
+      step_barrier<Tile>();  // the others multiply this step now, and have read the one before
+    }
+  }
+  weights.publish(args, work.head, work.row_base, lane, rows, work.dim_block == 0, [] {});
+}
 
 template <class Tile, bool DROPOUT>
 __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_constant__ SumsArgs args) {

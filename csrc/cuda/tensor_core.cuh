@@ -25,7 +25,8 @@ void launch_sums_high(const Context&, const SumsArgs&, int64_t tiles);
 // Under dropout; the others keep every weight.
 void launch_sums_dropout_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_dropout_high(const Context&, const SumsArgs&, int64_t tiles);
-void launch_sums_wgmma_high(const Context&, const SumsArgs&, int64_t tiles);
+void launch_sums_hopper_highest(const Context&, const SumsArgs&, int64_t tiles);
+void launch_sums_hopper_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_direct_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_direct_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_pairs_highest(const Context&, const PairsArgs&);

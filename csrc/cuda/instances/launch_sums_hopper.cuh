@@ -1,16 +1,16 @@
-// Launch of the wgmma sums kernel: a 64-dim tile for narrow heads, a 128-dim tile otherwise.
+// Launch of the sums kernel of sm_90a: a 64-dim tile for narrow heads, a 128-dim tile otherwise.
 #pragma once
 
 #include <algorithm>
 
-#include "../sums_wgmma.cuh"
+#include "../sums_hopper.cuh"
 #include "../tensor_core.cuh"
 
 namespace det_attn::cuda {
 
 template <class Tile>
-void launch_sums_wgmma_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
-  auto kernel = sums_wgmma_kernel<Tile>;
+void launch_sums_hopper_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
+  auto kernel = sums_hopper_kernel<Tile>;
   allow_shared(kernel, Tile::kSharedBytes);
   args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;
   args.tiles = static_cast<int>(tiles);
@@ -18,15 +18,15 @@ void launch_sums_wgmma_tile(const Context& ctx, SumsArgs args, int64_t tiles) {
   const unsigned grid = std::min(grid_of(pieces), static_cast<unsigned>(processors(ctx.device)));
   check(cudaMemsetAsync(args.ticket, 0, sizeof(int), stream_of(ctx)), "cudaMemsetAsync");
   kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream_of(ctx)>>>(args);
-  check_launch("sums_wgmma_kernel");
+  check_launch("sums_hopper_kernel");
 }
 
 template <int PLANES>
-void launch_sums_wgmma_planes(const Context& ctx, const SumsArgs& args, int64_t tiles) {
+void launch_sums_hopper_planes(const Context& ctx, const SumsArgs& args, int64_t tiles) {
   if (args.shape.value_dims_pad % 128 == 0) {
-    launch_sums_wgmma_tile<SumsWgmmaTile<PLANES, 128>>(ctx, args, tiles);
+    launch_sums_hopper_tile<SumsHopperTile<PLANES, 128>>(ctx, args, tiles);
   } else {
-    launch_sums_wgmma_tile<SumsWgmmaTile<PLANES, 64>>(ctx, args, tiles);
+    launch_sums_hopper_tile<SumsHopperTile<PLANES, 64>>(ctx, args, tiles);
   }
 }
 

@@ -1,0 +1,401 @@
+// Sums kernel for sm_90a: the same stage, arguments and results as sums_mma.cuh. A CTA stays on its multiprocessor and
+// takes one piece of work after the other. Eight warps multiply, on wgmma where the digit positions fit its registers
+// and on mma.sync where they do not; eight others form weights ahead of them from distances that bulk copies bring. So
+// nobody waits for memory, for the other side's arithmetic, or for the rounding at the end of a piece.
+#pragma once
+
+#include "forming.cuh"
+#include "sums_mma.cuh"
+#include "wgmma.cuh"
+
+namespace det_attn::cuda {
+
+template <int V_PLANES, int DIMS>
+struct SumsHopperTile {
+  static constexpr int kValuePlanes = V_PLANES;
+  // Two planes have 5 digit positions, three have 7: too many for wgmma, whose 64 rows are one warpgroup's.
+  static constexpr bool kOnWgmma = V_PLANES == 2;
+  static constexpr int kWeightPlanes = V_PLANES == 3 ? 5 : 4;  // 31 + 8 or 23 + 8 bits after the shift
+  static constexpr int kPositions = kWeightPlanes + V_PLANES - 1;
+  static constexpr int kWeightBits = V_PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
+  static constexpr int kDims = DIMS;
+  static constexpr int kMultiplyWarps = 8, kFormingWarps = 8;
+  // A multiplying warp has 16 rows and kWarpDims dims.
+  static constexpr int kWarpDims = kOnWgmma ? DIMS / 2 : kSumWarpDims, kBlocks = kWarpDims / 8;
+  static constexpr int kWarpsD = DIMS / kWarpDims, kWarpsM = kMultiplyWarps / kWarpsD, kRows = kWarpsM * kBlockRows;
+  static_assert(!kOnWgmma || kRows == 64, "a warpgroup has the rows of one wgmma");
+  static constexpr int kMultiplyThreads = kMultiplyWarps * kWarpSize, kFormingThreads = kFormingWarps * kWarpSize;
+  static constexpr int kThreads = kMultiplyThreads + kFormingThreads;
+  // Of 128 a thread at the launch. The accumulators are 160, 80 or 112.
+  static constexpr int kRegisters = 65536 / kThreads;
+  static constexpr int kMultiplyRegisters = kOnWgmma ? (DIMS > 64 ? 192 : 120) : 168;
+  static constexpr int kFormingRegisters = 2 * kRegisters - kMultiplyRegisters;
+  static_assert(kMultiplyThreads == kFormingThreads, "what one side gives, the other takes");
+
+  static constexpr int kStages = 3;  // of weights and values
+  static constexpr int kInputs = 4;  // of distances, block maxima and shifts
+  static constexpr int kWeightPlaneBytes = kRows * kSumKeys, kValuePlaneBytes = DIMS * kSumKeys;
+  static constexpr int kWeightBytes = kWeightPlanes * kWeightPlaneBytes, kValueBytes = V_PLANES * kValuePlaneBytes;
+  static constexpr int kStageBytes = kWeightBytes + kValueBytes;
+  // One block of 16 rows and a step's keys, as they lie in memory.
+  static constexpr int kKeyBlocks = kSumKeys / kBlockKeys, kRowBlocks = kRows / kBlockRows;
+  static constexpr int kDistanceBytes = kKeyBlocks * kBlockRows * kBlockKeys * 4,
+                       kMaxBytes = kKeyBlocks * kBlockRows * 8;
+  static constexpr int kInputBytes = kRowBlocks * (kDistanceBytes + kMaxBytes) + 128;  // 64 of shifts
+  static constexpr int kSharedBytes = kStages * kStageBytes + kInputs * kInputBytes;
+};
+
+namespace sums_hopper {
+
+// What the two sides tell each other. A stage is one step: weights and values. It is full when they are there, and empty
+// when they have been multiplied.
+template <class Tile>
+struct Rings {
+  uint64_t full[Tile::kStages], empty[Tile::kStages];                // mbarriers, as the next two
+  uint64_t input_full[Tile::kInputs], input_empty[Tile::kInputs];    // among the forming warps
+  int work[Tile::kStages];                                           // the piece that begins here; kDone behind the last
+  alignas(16) unsigned planes[Tile::kStages][Tile::kFormingWarps];   // that hold anything, as each warp saw it
+  OutputRow rows[Tile::kStages][Tile::kRows];                        // of the piece that ends here
+  int taken[2];                                                      // among the forming warps: the next piece
+};
+constexpr int kDone = -1;
+
+// Where one side is in a ring.
+template <int STAGES>
+struct Place {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+};
+
+// A piece of work. What is needed only once is found anew instead of kept in registers.
+template <class Tile>
+__device__ __forceinline__ SumsWork<Tile> work_of(const SumsArgs& args, int piece) {
+  asm volatile("" : "+r"(piece));  // or the compiler keeps the first result after all
+  const int pieces = SumsWork<Tile>::pieces(args);
+  return SumsWork<Tile>(args, piece % pieces, piece / pieces);
+}
+
+template <class Tile>
+__device__ __forceinline__ void forming_barrier() {
+  asm volatile("bar.sync 1, %0;" ::"n"(Tile::kFormingThreads) : "memory");
+}
+
+// ---- forming ----
+
+// A source of WeightForming in shared memory.
+template <class Tile>
+struct StagedStep {
+  const uint8_t* distances;  // the warp's block of 16 rows, its half, the lane
+  const uint8_t* maxima;     // the warp's block, the thread's row
+  const uint8_t* shifts;     // the lane's
+
+  __device__ __forceinline__ StagedStep(const uint8_t* input, const WeightForming<Tile>& weights, unsigned lane) {
+    const unsigned block = weights.first_row / kBlockRows, half = weights.first_row / 8 % 2;
+    distances = input + block * Tile::kDistanceBytes + (half * kWarpSize + lane) * 16;
+    maxima = input + Tile::kRowBlocks * Tile::kDistanceBytes + block * Tile::kMaxBytes +
+             weights.first_row % kBlockRows * 8;
+    shifts = input + Tile::kRowBlocks * (Tile::kDistanceBytes + Tile::kMaxBytes) + lane % 4 * 4;
+  }
+  __device__ __forceinline__ int64_t below(int slot, int b) const {
+    return *reinterpret_cast<const int64_t*>(maxima + (b * kBlockRows + 8 * slot) * 8);
+  }
+  __device__ __forceinline__ uint4 distance(int slot, int b, int pair) const {
+    return *reinterpret_cast<const uint4*>(distances + (b * 4 + pair * 2 + slot) * kWarpSize * 16);
+  }
+  __device__ __forceinline__ uint32_t shift(int b, int pair) const {
+    return *reinterpret_cast<const uint32_t*>(shifts + b * kBlockKeys + pair * 16);
+  }
+  __device__ __forceinline__ void done(int) const {}
+};
+
+// Brings the inputs of steps and the values. Lane 0 of each forming warp has a share: the first warps the blocks of 16
+// rows, the next one the shifts, the last one the values.
+template <class Tile>
+class Copies {
+ public:
+  static constexpr int kShiftWarp = Tile::kRowBlocks, kValueWarp = Tile::kFormingWarps - 1;
+  static_assert(kShiftWarp < kValueWarp, "a warp each");
+  static constexpr int kInputArrivals = kShiftWarp + 1;
+
+  __device__ __forceinline__ Copies(const SumsArgs& args, const SumsWork<Tile>& work, int warp, int lane) {
+    const Shape& s = args.shape;
+    if (lane != 0) return;
+    if (warp < Tile::kRowBlocks) {
+      const int64_t block = first_distance_block(args.distances, work.row16_base, warp, work.key_begin, work.tile_first);
+      // Blocks of padding rows do not exist.
+      first_ = work.row_base + warp * kBlockRows < s.rows
+                   ? reinterpret_cast<const uint8_t*>(args.distances.distance + block * 4 * kWarpSize)
+                   : nullptr;
+      second_ = reinterpret_cast<const uint8_t*>(args.distances.block_max + block * kBlockRows);
+    } else if (warp == kShiftWarp) {
+      first_ = args.prepared.value_shift + work.head * s.keys_pad + work.key_begin;
+    } else if (warp == kValueWarp) {
+      const int64_t step_bytes = int64_t(s.value_dims_pad) * kSumKeys;
+      first_ = args.prepared.value + work.head * Tile::kValuePlanes * (s.keys_pad / kSumKeys) * step_bytes +
+               work.key_begin / kSumKeys * step_bytes + work.dim_block * Tile::kValuePlaneBytes;
+    }
+  }
+  // The inputs of a step; lane 0 of every warp calls it.
+  __device__ __forceinline__ void bring_input(int warp, int step, uint8_t* input, uint64_t* full) const {
+    if (warp < Tile::kRowBlocks) {
+      if (first_ == nullptr) return barrier_arrive(full);
+      barrier_expect(full, Tile::kDistanceBytes + Tile::kMaxBytes);
+      copy_bulk(shared_address(input) + warp * Tile::kDistanceBytes, first_ + int64_t(step) * Tile::kDistanceBytes,
+                Tile::kDistanceBytes, full);
+      copy_bulk(shared_address(input) + Tile::kRowBlocks * Tile::kDistanceBytes + warp * Tile::kMaxBytes,
+                second_ + int64_t(step) * Tile::kMaxBytes, Tile::kMaxBytes, full);
+    } else if (warp == kShiftWarp) {
+      barrier_expect(full, kSumKeys);
+      copy_bulk(shared_address(input) + Tile::kRowBlocks * (Tile::kDistanceBytes + Tile::kMaxBytes),
+                first_ + step * kSumKeys, kSumKeys, full);
+    }
+  }
+  // The values of a step; lane 0 of kValueWarp calls it.
+  __device__ __forceinline__ void bring_values(const SumsArgs& args, int step, uint8_t* values, uint64_t* full) const {
+    const int64_t step_bytes = int64_t(args.shape.value_dims_pad) * kSumKeys;
+    barrier_expect(full, Tile::kValueBytes);
+    for (int p = 0; p < Tile::kValuePlanes; ++p) {
+      copy_bulk(shared_address(values) + p * Tile::kValuePlaneBytes,
+                first_ + (p * (args.shape.keys_pad / kSumKeys) + step) * step_bytes, Tile::kValuePlaneBytes, full);
+    }
+  }
+
+ private:
+  const uint8_t *first_, *second_;
+};
+
+// The forming warps' whole run.
+template <class Tile>
+__device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, Rings<Tile>& rings) {
+  constexpr int kLead = Tile::kInputs - 1;  // steps whose inputs are on their way while one is used
+  uint8_t* inputs = shared + Tile::kStages * Tile::kStageBytes;
+  const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize - Tile::kMultiplyWarps;
+  const bool values_lane = lane == 0 && warp == Copies<Tile>::kValueWarp;
+  const int all = SumsWork<Tile>::pieces(args) * args.splits;
+  Place<Tile::kStages> place;
+  Place<Tile::kInputs> used, brought;
+
+  int piece = blockIdx.x;
+  for (int taken = 0; piece < all; taken ^= 1) {
+    const SumsWork<Tile> work = work_of<Tile>(args, piece);
+    if (work.row_base < args.shape.rows) {
+      const Copies<Tile> copies(args, work, warp, lane);
+      WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
+      const int steps = work.steps, buckets = steps == 0 ? 0 : Exponents(args.prepared, work.head).buckets;
+      const int total = buckets * steps;
+      int next = 0;  // the step of its pass that is brought next
+      const auto bring = [&] {
+        if (lane == 0 && warp < Copies<Tile>::kInputArrivals) {
+          barrier_wait(&rings.input_empty[brought.stage], brought.parity ^ 1);
+          copies.bring_input(warp, next, inputs + brought.stage * Tile::kInputBytes, &rings.input_full[brought.stage]);
+        }
+        brought.advance();
+        next = next + 1 == steps ? 0 : next + 1;
+      };
+      for (int i = 0; i < min(kLead, total); ++i) bring();
+      int step = 0, bucket = 0;
+#pragma unroll 1
+      for (int left = total; left > 0; --left) {
+        if (left > kLead) bring();
+        barrier_wait(&rings.empty[place.stage], place.parity ^ 1);
+        uint8_t* stage = shared + place.stage * Tile::kStageBytes;
+        if (values_lane) {
+          if (left == total) rings.work[place.stage] = piece;
+          copies.bring_values(args, step, stage + Tile::kWeightBytes, &rings.full[place.stage]);
+        }
+        barrier_wait(&rings.input_full[used.stage], used.parity);
+        StagedStep<Tile> source(inputs + used.stage * Tile::kInputBytes, weights, lane);
+        const unsigned seen =
+            weights.template form<!Tile::kOnWgmma>(source, stage, bucket, buckets > 1, lane, NoneDropped());
+        __syncwarp();
+        if (lane == 0) {
+          barrier_arrive(&rings.input_empty[used.stage]);
+          if (!Tile::kOnWgmma) rings.planes[place.stage][warp] = seen;
+        }
+        used.advance();
+        if (left > 1) {
+          wgmma_publish();
+          barrier_arrive(&rings.full[place.stage]);
+          place.advance();
+        }
+        step = step + 1 == steps ? 0 : step + 1;
+        bucket += step == 0;
+      }
+      if (total == 0) {  // rows that attend nothing here have a stage all the same
+        barrier_wait(&rings.empty[place.stage], place.parity ^ 1);
+        if (values_lane) {
+          rings.work[place.stage] = piece;
+          barrier_arrive(&rings.full[place.stage]);
+        }
+      }
+      const SumsWork<Tile> done = work_of<Tile>(args, piece);
+      weights.publish(args, done.head, done.row_base, lane, rings.rows[place.stage], done.dim_block == 0,
+                      forming_barrier<Tile>);
+      wgmma_publish();
+      barrier_arrive(&rings.full[place.stage]);
+      place.advance();
+    }
+    if (values_lane) rings.taken[taken] = static_cast<int>(gridDim.x) + atomicAdd(args.ticket, 1);
+    forming_barrier<Tile>();
+    piece = rings.taken[taken];
+  }
+  barrier_wait(&rings.empty[place.stage], place.parity ^ 1);
+  if (values_lane) {
+    rings.work[place.stage] = kDone;
+    barrier_arrive(&rings.full[place.stage]);
+  }
+  barrier_arrive(&rings.full[place.stage]);
+}
+
+// ---- multiplying ----
+
+// Issues one 64-key step: every weight plane times every value plane. Planes of zeros are not skipped: wgmma under a
+// condition is serialised by the compiler.
+template <class Tile>
+__device__ __forceinline__ void issue_step(PositionSums<Tile::kPositions, Tile::kBlocks>& sums, uint32_t a_shared,
+                                           uint32_t b_shared) {
+  constexpr int V = Tile::kValuePlanes;
+  const uint64_t a = operand(a_shared, 8 * kSumKeys), b = operand(b_shared, 8 * kSumKeys);
+#pragma unroll
+  for (int w = 0; w < Tile::kWeightPlanes; ++w) {
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+#pragma unroll
+      for (int k = 0; k < kSumKeys / 32; ++k) {
+        const uint64_t from_a = a + (w * Tile::kWeightPlaneBytes >> 4) + k * kOperandStep;
+        const uint64_t from_b = b + (v * Tile::kValuePlaneBytes >> 4) + k * kOperandStep;
+        if (v == V - 1) {
+          wgmma_bytes<false, true>(sums.acc[w + v], from_a, from_b);
+        } else {
+          wgmma_bytes<false, false>(sums.acc[w + v], from_a, from_b);
+        }
+      }
+  }
+}
+
+// The multiplying warps' whole run. Registers are scarce in the loop over the steps, so what it does not need is found
+// again behind it.
+template <class Tile>
+__device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t* shared, Rings<Tile>& rings) {
+  const Shape& s = args.shape;
+  const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const unsigned warp_m = warp % Tile::kWarpsM, warp_d = warp / Tile::kWarpsM;
+  const unsigned r = warp_m * kBlockRows + lane / 4;  // and the row 8 further
+  // Where mma.sync's fragments begin in a stage.
+  const unsigned matrix = lane / 8, matrix_row = lane % 8;
+  const uint32_t a_lane = shared_address(shared) + (warp_m * kBlockRows + (matrix & 1) * 8) * kSumKeys +
+                          (matrix >> 1) * 128 + matrix_row * 16;
+  const uint32_t b_lane = shared_address(shared) + Tile::kWeightBytes +
+                          (warp_d * Tile::kWarpDims + (matrix >> 1) * 8) * kSumKeys + (matrix & 1) * 128 +
+                          matrix_row * 16;
+  const auto dim_of = [&](const SumsWork<Tile>& work, int d) {
+    return work.dim_block * Tile::kDims + static_cast<int>(warp_d) * Tile::kWarpDims + d;
+  };
+  Place<Tile::kStages> place;
+  const auto release = [&] {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&rings.empty[place.stage]);
+    place.advance();
+  };
+
+#pragma unroll 1
+  while (true) {
+    barrier_wait(&rings.full[place.stage], place.parity);
+    const int piece = rings.work[place.stage];
+    if (piece == kDone) return;
+    PositionSums<Tile::kPositions, Tile::kBlocks> sums;
+    bool flushed = false;
+    {
+      const SumsWork<Tile> work = work_of<Tile>(args, piece);
+      const Exponents exponents(args.prepared, work.head);
+      const int steps = work.steps;
+      const bool flush_last = exponents.buckets > 1 || args.into_digits;
+      // Keys whose value exponents differ by more than a shift can bridge go in separate passes, each flushed to its
+      // position.
+      int left = exponents.buckets * steps, rest = 0;  // steps, of all passes and of this one
+      sums.clear();
+#pragma unroll 1
+      while (left > 0) {
+        barrier_wait(&rings.full[place.stage], place.parity);
+        if constexpr (Tile::kOnWgmma) {
+          const uint32_t stage = shared_address(shared) + place.stage * Tile::kStageBytes;
+          wgmma_fence();
+          issue_step<Tile>(sums, stage, stage + Tile::kWeightBytes + warp_d * Tile::kWarpDims * kSumKeys);
+          wgmma_commit();
+        } else {
+          const uint4* seen = reinterpret_cast<const uint4*>(rings.planes[place.stage]);
+          const uint4 x = seen[0], y = seen[1];
+          const unsigned planes = x.x | x.y | x.z | x.w | y.x | y.y | y.z | y.w;
+          if (planes != 0)
+            multiply_step<Tile>(sums, a_lane + place.stage * Tile::kStageBytes,
+                                b_lane + place.stage * Tile::kStageBytes, planes);
+        }
+        --left;
+        rest = (rest == 0 ? steps : rest) - 1;
+        const bool flush = rest == 0 ? flush_last || flushed : (steps - rest) % (kFlushKeys / kSumKeys) == 0;
+        if constexpr (Tile::kOnWgmma) wgmma_wait<0>();  // the other warpgroup has the tensor cores meanwhile
+        if (left > 0) release();
+        if (flush) {
+          const SumsWork<Tile> again = work_of<Tile>(args, piece);
+          const Exponents of_head(args.prepared, again.head);
+          const int position = of_head.position(of_head.buckets - 1 - left / steps, args.problem.precision);
+          sums.template for_each<1>(lane, [&](int half, int d, int64_t low, int64_t high) {
+            const int64_t row = again.row_base + r + 8 * half;
+            const int dim = dim_of(again, d);
+            if (row < s.rows && dim < s.dims)
+              flush_sum(args, again.head * s.rows + row, dim, low, high, position, !flushed);
+          });
+          sums.clear();
+          flushed = true;
+        }
+      }
+    }
+
+    // ---- output ----
+    if (!args.into_digits) {
+      const SumsWork<Tile> work = work_of<Tile>(args, piece);
+      const int position = Exponents(args.prepared, work.head).position(0, args.problem.precision);
+      const OutputRow* rows = rings.rows[place.stage] + r;
+      sums.template for_each<4>(lane, [&](int half, int d, int64_t low, int64_t high) {
+        const int dim = dim_of(work, d);
+        const OutputRow& to = rows[8 * half];
+        if (to.index >= 0 && dim < s.dims) emit_output(args, to, dim, low, high, position, flushed);
+      });
+    }
+    release();
+  }
+}
+
+}  // namespace sums_hopper
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1) sums_hopper_kernel(const __grid_constant__ SumsArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ sums_hopper::Rings<Tile> rings;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Tile::kStages; ++i) {
+      barrier_init(&rings.full[i], Tile::kFormingThreads + 1);  // and one for the values
+      barrier_init(&rings.empty[i], Tile::kMultiplyWarps);
+    }
+    for (int i = 0; i < Tile::kInputs; ++i) {
+      barrier_init(&rings.input_full[i], sums_hopper::Copies<Tile>::kInputArrivals);
+      barrier_init(&rings.input_empty[i], Tile::kFormingWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < Tile::kMultiplyThreads) {
+    set_registers<Tile::kMultiplyRegisters, Tile::kRegisters>();
+    sums_hopper::multiply_all<Tile>(args, shared, rings);
+  } else {
+    set_registers<Tile::kFormingRegisters, Tile::kRegisters>();
+    sums_hopper::form_all<Tile>(args, shared, rings);
+  }
+#endif
+}
+
+}  // namespace det_attn::cuda
