@@ -69,20 +69,31 @@ struct WeightForming {
     static_assert(kBlocks * 8 <= 16, "a step's sum of weights must fit");
     StepSum step_den[kSlots] = {};
     uint8_t* row_at = stage + plane_offset(first_row, lane % 4 * 4, kSumKeys);
+    const int first_block = key_part * kOwnBlocks;
+    uint32_t base[kOwnBlocks][kSlots], shifts[kOwnBlocks][2];
 #pragma unroll
     for (int own = 0; own < kOwnBlocks; ++own) {
-      const int b = key_part * kOwnBlocks + own;
-      uint32_t base[kSlots];
 #pragma unroll
       for (int i = 0; i < kSlots; ++i)
-        base[i] = live[i] ? clamp_distance(rowmax[i] - source.below(i, b)) : kFarDistance;
+        base[own][i] = live[i] ? clamp_distance(rowmax[i] - source.below(i, first_block + own)) : kFarDistance;
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) shifts[own][pair] = source.shift(first_block + own, pair);
+    }
+    if (many) {
+#pragma unroll
+      for (int own = 0; own < kOwnBlocks; ++own)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) shifts[own][pair] = select_shifts(shifts[own][pair], bucket);
+    }
+#pragma unroll
+    for (int own = 0; own < kOwnBlocks; ++own) {
+      const int b = first_block + own;
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const int key = b * kBlockKeys + pair * 16;
-        uint32_t shifts = source.shift(b, pair), by[4];
-        if (many) shifts = select_shifts(shifts, bucket);
+        uint32_t by[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) by[c] = __byte_perm(shifts, 0, 0x4440 + c);
+        for (int c = 0; c < 4; ++c) by[c] = __byte_perm(shifts[own][pair], 0, 0x4440 + c);
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
           const uint4 distance = source.distance(i, b, pair);
@@ -91,7 +102,7 @@ struct WeightForming {
           const unsigned out = dropped(i, key + lane % 4 * 2);
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base[i] + d[c], kFarDistance));
+            uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base[own][i] + d[c], kFarDistance));
             step_den[i] += w;
             w = out >> c & 1 ? 0 : w;
             low[c] = shift_left(w, by[c]);

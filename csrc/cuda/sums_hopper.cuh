@@ -28,11 +28,11 @@ struct SumsHopperTile {
   static constexpr int kThreads = kMultiplyThreads + kFormingThreads;
   // Of 128 a thread at the launch. The accumulators are 160, 80 or 112.
   static constexpr int kRegisters = 65536 / kThreads;
-  static constexpr int kMultiplyRegisters = kOnWgmma ? (DIMS > 64 ? 192 : 120) : 168;
+  static constexpr int kMultiplyRegisters = kOnWgmma ? (DIMS > 64 ? 192 : 120) : 160;
   static constexpr int kFormingRegisters = 2 * kRegisters - kMultiplyRegisters;
   static_assert(kMultiplyThreads == kFormingThreads, "what one side gives, the other takes");
 
-  static constexpr int kStages = 3;  // of weights and values
+  static constexpr int kStages = 4;  // of weights and values
   static constexpr int kInputs = 4;  // of distances, block maxima and shifts
   static constexpr int kWeightPlaneBytes = kRows * kSumKeys, kValuePlaneBytes = DIMS * kSumKeys;
   static constexpr int kWeightBytes = kWeightPlanes * kWeightPlaneBytes, kValueBytes = V_PLANES * kValuePlaneBytes;
@@ -51,8 +51,8 @@ namespace sums_hopper {
 // when they have been multiplied.
 template <class Tile>
 struct Rings {
-  uint64_t full[Tile::kStages], empty[Tile::kStages];                // mbarriers, as the next two
-  uint64_t input_full[Tile::kInputs], input_empty[Tile::kInputs];    // among the forming warps
+  uint64_t full_[Tile::kStages], empty_[Tile::kStages];              // mbarriers, as the next two
+  uint64_t input_full_[Tile::kInputs], input_empty_[Tile::kInputs];  // among the forming warps
   int work[Tile::kStages];                                           // the piece that begins here; kDone behind the last
   alignas(16) unsigned planes[Tile::kStages][Tile::kFormingWarps];   // that hold anything, as each warp saw it
   OutputRow rows[Tile::kStages][Tile::kRows];                        // of the piece that ends here
@@ -60,14 +60,27 @@ struct Rings {
 };
 constexpr int kDone = -1;
 
+// Addresses of its barriers, from one register: the compiler would find the whole address anew for each use.
+template <class Tile>
+struct Barriers {
+  uint32_t at;
+  __device__ __forceinline__ explicit Barriers(Rings<Tile>& rings) : at(shared_address(&rings)) {
+    asm volatile("" : "+r"(at));
+  }
+  __device__ __forceinline__ uint32_t full(unsigned i) const { return at + i * 8; }
+  __device__ __forceinline__ uint32_t empty(unsigned i) const { return full(Tile::kStages + i); }
+  __device__ __forceinline__ uint32_t input_full(unsigned i) const { return full(2 * Tile::kStages + i); }
+  __device__ __forceinline__ uint32_t input_empty(unsigned i) const { return input_full(Tile::kInputs + i); }
+};
+
 // Where one side is in a ring.
 template <int STAGES>
 struct Place {
-  int stage = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-    parity ^= stage == 0;
-  }
+  static_assert((STAGES & (STAGES - 1)) == 0, "so that the count may wrap");
+  unsigned count = 0;
+  __device__ __forceinline__ unsigned stage() const { return count % STAGES; }
+  __device__ __forceinline__ int parity() const { return static_cast<int>(count / STAGES & 1); }
+  __device__ __forceinline__ void advance() { ++count; }
 };
 
 // A piece of work. What is needed only once is found anew instead of kept in registers.
@@ -116,64 +129,68 @@ struct StagedStep {
 template <class Tile>
 class Copies {
  public:
-  static constexpr int kShiftWarp = Tile::kRowBlocks, kValueWarp = Tile::kFormingWarps - 1;
+  static constexpr unsigned kShiftWarp = Tile::kRowBlocks, kValueWarp = Tile::kFormingWarps - 1;
   static_assert(kShiftWarp < kValueWarp, "a warp each");
-  static constexpr int kInputArrivals = kShiftWarp + 1;
+  static constexpr unsigned kInputArrivals = kShiftWarp + 1;
 
-  __device__ __forceinline__ Copies(const SumsArgs& args, const SumsWork<Tile>& work, int warp, int lane) {
+  __device__ __forceinline__ Copies(const SumsArgs& args, const SumsWork<Tile>& work, unsigned warp) {
     const Shape& s = args.shape;
-    if (lane != 0) return;
-    if (warp < Tile::kRowBlocks) {
-      const int64_t block = first_distance_block(args.distances, work.row16_base, warp, work.key_begin, work.tile_first);
+    if (warp < kShiftWarp) {
       // Blocks of padding rows do not exist.
       first_ = work.row_base + warp * kBlockRows < s.rows
-                   ? reinterpret_cast<const uint8_t*>(args.distances.distance + block * 4 * kWarpSize)
-                   : nullptr;
-      second_ = reinterpret_cast<const uint8_t*>(args.distances.block_max + block * kBlockRows);
+                   ? first_distance_block(args.distances, work.row16_base, warp, work.key_begin, work.tile_first)
+                   : -1;
     } else if (warp == kShiftWarp) {
-      first_ = args.prepared.value_shift + work.head * s.keys_pad + work.key_begin;
-    } else if (warp == kValueWarp) {
-      const int64_t step_bytes = int64_t(s.value_dims_pad) * kSumKeys;
-      first_ = args.prepared.value + work.head * Tile::kValuePlanes * (s.keys_pad / kSumKeys) * step_bytes +
-               work.key_begin / kSumKeys * step_bytes + work.dim_block * Tile::kValuePlaneBytes;
+      first_ = work.head * s.keys_pad + work.key_begin;
+    } else {
+      first_ = (work.head * Tile::kValuePlanes * (s.keys_pad / kSumKeys) + work.key_begin / kSumKeys) *
+                   step_bytes(args) +
+               work.dim_block * Tile::kValuePlaneBytes;
     }
   }
-  // The inputs of a step; lane 0 of every warp calls it.
-  __device__ __forceinline__ void bring_input(int warp, int step, uint8_t* input, uint64_t* full) const {
-    if (warp < Tile::kRowBlocks) {
-      if (first_ == nullptr) return barrier_arrive(full);
+  // The inputs of a step; lane 0 of the first kInputArrivals warps calls it.
+  __device__ __forceinline__ void bring_input(const SumsArgs& args, unsigned warp, int step, uint8_t* input,
+                                              uint32_t full) const {
+    if (warp < kShiftWarp) {
+      if (first_ < 0) return barrier_arrive(full);
       barrier_expect(full, Tile::kDistanceBytes + Tile::kMaxBytes);
-      copy_bulk(shared_address(input) + warp * Tile::kDistanceBytes, first_ + int64_t(step) * Tile::kDistanceBytes,
+      const int64_t block = first_ + step * Tile::kKeyBlocks;
+      copy_bulk(shared_address(input) + warp * Tile::kDistanceBytes, args.distances.distance + block * 4 * kWarpSize,
                 Tile::kDistanceBytes, full);
       copy_bulk(shared_address(input) + Tile::kRowBlocks * Tile::kDistanceBytes + warp * Tile::kMaxBytes,
-                second_ + int64_t(step) * Tile::kMaxBytes, Tile::kMaxBytes, full);
-    } else if (warp == kShiftWarp) {
+                args.distances.block_max + block * kBlockRows, Tile::kMaxBytes, full);
+    } else {
       barrier_expect(full, kSumKeys);
       copy_bulk(shared_address(input) + Tile::kRowBlocks * (Tile::kDistanceBytes + Tile::kMaxBytes),
-                first_ + step * kSumKeys, kSumKeys, full);
+                args.prepared.value_shift + first_ + step * kSumKeys, kSumKeys, full);
     }
   }
   // The values of a step; lane 0 of kValueWarp calls it.
-  __device__ __forceinline__ void bring_values(const SumsArgs& args, int step, uint8_t* values, uint64_t* full) const {
-    const int64_t step_bytes = int64_t(args.shape.value_dims_pad) * kSumKeys;
+  __device__ __forceinline__ void bring_values(const SumsArgs& args, int step, uint8_t* values, uint32_t full) const {
     barrier_expect(full, Tile::kValueBytes);
     for (int p = 0; p < Tile::kValuePlanes; ++p) {
       copy_bulk(shared_address(values) + p * Tile::kValuePlaneBytes,
-                first_ + (p * (args.shape.keys_pad / kSumKeys) + step) * step_bytes, Tile::kValuePlaneBytes, full);
+                args.prepared.value + first_ + (p * (args.shape.keys_pad / kSumKeys) + step) * step_bytes(args),
+                Tile::kValuePlaneBytes, full);
     }
   }
 
  private:
-  const uint8_t *first_, *second_;
+  __device__ __forceinline__ static int64_t step_bytes(const SumsArgs& args) {
+    return int64_t(args.shape.value_dims_pad) * kSumKeys;
+  }
+  int64_t first_;  // block, shift or byte of the values; < 0 if there is nothing to bring
 };
 
-// The forming warps' whole run.
+// The forming warps' whole run. Registers are scarce here, too.
 template <class Tile>
 __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, Rings<Tile>& rings) {
   constexpr int kLead = Tile::kInputs - 1;  // steps whose inputs are on their way while one is used
   uint8_t* inputs = shared + Tile::kStages * Tile::kStageBytes;
+  const Barriers<Tile> barriers(rings);
   const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize - Tile::kMultiplyWarps;
-  const bool values_lane = lane == 0 && warp == Copies<Tile>::kValueWarp;
+  const bool values_lane = lane == 0 && warp == Copies<Tile>::kValueWarp,
+             input_lane = lane == 0 && warp < Copies<Tile>::kInputArrivals;
   const int all = SumsWork<Tile>::pieces(args) * args.splits;
   Place<Tile::kStages> place;
   Place<Tile::kInputs> used, brought;
@@ -182,72 +199,73 @@ __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, 
   for (int taken = 0; piece < all; taken ^= 1) {
     const SumsWork<Tile> work = work_of<Tile>(args, piece);
     if (work.row_base < args.shape.rows) {
-      const Copies<Tile> copies(args, work, warp, lane);
+      const Copies<Tile> copies(args, work, warp);
       WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
       const int steps = work.steps, buckets = steps == 0 ? 0 : Exponents(args.prepared, work.head).buckets;
-      const int total = buckets * steps;
-      int next = 0;  // the step of its pass that is brought next
-      const auto bring = [&] {
-        if (lane == 0 && warp < Copies<Tile>::kInputArrivals) {
-          barrier_wait(&rings.input_empty[brought.stage], brought.parity ^ 1);
-          copies.bring_input(warp, next, inputs + brought.stage * Tile::kInputBytes, &rings.input_full[brought.stage]);
+      const auto bring = [&](int step) {
+        if (input_lane) {
+          barrier_wait(barriers.input_empty(brought.stage()), brought.parity() ^ 1);
+          copies.bring_input(args, warp, step % steps, inputs + brought.stage() * Tile::kInputBytes,
+                             barriers.input_full(brought.stage()));
         }
+        __syncwarp();
         brought.advance();
-        next = next + 1 == steps ? 0 : next + 1;
       };
-      for (int i = 0; i < min(kLead, total); ++i) bring();
+      for (int i = 0; i < min(kLead, buckets * steps); ++i) bring(i);
       int step = 0, bucket = 0;
 #pragma unroll 1
-      for (int left = total; left > 0; --left) {
-        if (left > kLead) bring();
-        barrier_wait(&rings.empty[place.stage], place.parity ^ 1);
-        uint8_t* stage = shared + place.stage * Tile::kStageBytes;
+      for (int left = buckets * steps; left > 0; --left) {
+        if (left > kLead) bring(step + kLead);
+        barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
+        uint8_t* stage = shared + place.stage() * Tile::kStageBytes;
         if (values_lane) {
-          if (left == total) rings.work[place.stage] = piece;
-          copies.bring_values(args, step, stage + Tile::kWeightBytes, &rings.full[place.stage]);
+          if (step == 0 && bucket == 0) rings.work[place.stage()] = piece;
+          copies.bring_values(args, step, stage + Tile::kWeightBytes, barriers.full(place.stage()));
         }
-        barrier_wait(&rings.input_full[used.stage], used.parity);
-        StagedStep<Tile> source(inputs + used.stage * Tile::kInputBytes, weights, lane);
+        __syncwarp();  // or the compiler forms lane 0's weights by themselves
+        barrier_wait(barriers.input_full(used.stage()), used.parity());
+        StagedStep<Tile> source(inputs + used.stage() * Tile::kInputBytes, weights, lane);
         const unsigned seen =
             weights.template form<!Tile::kOnWgmma>(source, stage, bucket, buckets > 1, lane, NoneDropped());
         __syncwarp();
         if (lane == 0) {
-          barrier_arrive(&rings.input_empty[used.stage]);
-          if (!Tile::kOnWgmma) rings.planes[place.stage][warp] = seen;
+          barrier_arrive(barriers.input_empty(used.stage()));
+          if (!Tile::kOnWgmma) rings.planes[place.stage()][warp] = seen;
         }
         used.advance();
         if (left > 1) {
           wgmma_publish();
-          barrier_arrive(&rings.full[place.stage]);
+          barrier_arrive(barriers.full(place.stage()));
           place.advance();
         }
         step = step + 1 == steps ? 0 : step + 1;
         bucket += step == 0;
       }
-      if (total == 0) {  // rows that attend nothing here have a stage all the same
-        barrier_wait(&rings.empty[place.stage], place.parity ^ 1);
+      if (buckets == 0) {  // rows that attend nothing here have a stage all the same
+        barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
         if (values_lane) {
-          rings.work[place.stage] = piece;
-          barrier_arrive(&rings.full[place.stage]);
+          rings.work[place.stage()] = piece;
+          barrier_arrive(barriers.full(place.stage()));
         }
       }
       const SumsWork<Tile> done = work_of<Tile>(args, piece);
-      weights.publish(args, done.head, done.row_base, lane, rings.rows[place.stage], done.dim_block == 0,
+      weights.publish(args, done.head, done.row_base, lane, rings.rows[place.stage()], done.dim_block == 0,
                       forming_barrier<Tile>);
       wgmma_publish();
-      barrier_arrive(&rings.full[place.stage]);
+      barrier_arrive(barriers.full(place.stage()));
       place.advance();
     }
+    // Taken only now, so that who is done first goes on first.
     if (values_lane) rings.taken[taken] = static_cast<int>(gridDim.x) + atomicAdd(args.ticket, 1);
     forming_barrier<Tile>();
     piece = rings.taken[taken];
   }
-  barrier_wait(&rings.empty[place.stage], place.parity ^ 1);
+  barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
   if (values_lane) {
-    rings.work[place.stage] = kDone;
-    barrier_arrive(&rings.full[place.stage]);
+    rings.work[place.stage()] = kDone;
+    barrier_arrive(barriers.full(place.stage()));
   }
-  barrier_arrive(&rings.full[place.stage]);
+  barrier_arrive(barriers.full(place.stage()));
 }
 
 // ---- multiplying ----
@@ -257,16 +275,20 @@ __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, 
 template <class Tile>
 __device__ __forceinline__ void issue_step(PositionSums<Tile::kPositions, Tile::kBlocks>& sums, uint32_t a_shared,
                                            uint32_t b_shared) {
-  constexpr int V = Tile::kValuePlanes;
-  const uint64_t a = operand(a_shared, 8 * kSumKeys), b = operand(b_shared, 8 * kSumKeys);
+  constexpr int V = Tile::kValuePlanes, kEightRows = 8 * kSumKeys;
+  // Operands differ in their low words alone, so as few registers as possible cross to the uniform ones.
+  constexpr uint64_t kHighWord = operand(0, kEightRows) >> 32 << 32;
+  const uint32_t a = static_cast<uint32_t>(operand(a_shared, kEightRows)),
+                 b = static_cast<uint32_t>(operand(b_shared, kEightRows));
 #pragma unroll
   for (int w = 0; w < Tile::kWeightPlanes; ++w) {
 #pragma unroll
     for (int v = 0; v < V; ++v)
 #pragma unroll
       for (int k = 0; k < kSumKeys / 32; ++k) {
-        const uint64_t from_a = a + (w * Tile::kWeightPlaneBytes >> 4) + k * kOperandStep;
-        const uint64_t from_b = b + (v * Tile::kValuePlaneBytes >> 4) + k * kOperandStep;
+        constexpr auto kStep = static_cast<uint32_t>(kOperandStep);
+        const uint64_t from_a = kHighWord | (a + (w * Tile::kWeightPlaneBytes >> 4) + k * kStep);
+        const uint64_t from_b = kHighWord | (b + (v * Tile::kValuePlaneBytes >> 4) + k * kStep);
         if (v == V - 1) {
           wgmma_bytes<false, true>(sums.acc[w + v], from_a, from_b);
         } else {
@@ -294,17 +316,18 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
   const auto dim_of = [&](const SumsWork<Tile>& work, int d) {
     return work.dim_block * Tile::kDims + static_cast<int>(warp_d) * Tile::kWarpDims + d;
   };
+  const Barriers<Tile> barriers(rings);
   Place<Tile::kStages> place;
   const auto release = [&] {
     __syncwarp();
-    if (lane == 0) barrier_arrive(&rings.empty[place.stage]);
+    if (lane == 0) barrier_arrive(barriers.empty(place.stage()));
     place.advance();
   };
 
 #pragma unroll 1
   while (true) {
-    barrier_wait(&rings.full[place.stage], place.parity);
-    const int piece = rings.work[place.stage];
+    barrier_wait(barriers.full(place.stage()), place.parity());
+    const int piece = rings.work[place.stage()];
     if (piece == kDone) return;
     PositionSums<Tile::kPositions, Tile::kBlocks> sums;
     bool flushed = false;
@@ -319,19 +342,19 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
       sums.clear();
 #pragma unroll 1
       while (left > 0) {
-        barrier_wait(&rings.full[place.stage], place.parity);
+        barrier_wait(barriers.full(place.stage()), place.parity());
         if constexpr (Tile::kOnWgmma) {
-          const uint32_t stage = shared_address(shared) + place.stage * Tile::kStageBytes;
+          const uint32_t stage = shared_address(shared) + place.stage() * Tile::kStageBytes;
           wgmma_fence();
           issue_step<Tile>(sums, stage, stage + Tile::kWeightBytes + warp_d * Tile::kWarpDims * kSumKeys);
           wgmma_commit();
         } else {
-          const uint4* seen = reinterpret_cast<const uint4*>(rings.planes[place.stage]);
+          const uint4* seen = reinterpret_cast<const uint4*>(rings.planes[place.stage()]);
           const uint4 x = seen[0], y = seen[1];
           const unsigned planes = x.x | x.y | x.z | x.w | y.x | y.y | y.z | y.w;
           if (planes != 0)
-            multiply_step<Tile>(sums, a_lane + place.stage * Tile::kStageBytes,
-                                b_lane + place.stage * Tile::kStageBytes, planes);
+            multiply_step<Tile>(sums, a_lane + place.stage() * Tile::kStageBytes,
+                                b_lane + place.stage() * Tile::kStageBytes, planes);
         }
         --left;
         rest = (rest == 0 ? steps : rest) - 1;
@@ -358,7 +381,7 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
     if (!args.into_digits) {
       const SumsWork<Tile> work = work_of<Tile>(args, piece);
       const int position = Exponents(args.prepared, work.head).position(0, args.problem.precision);
-      const OutputRow* rows = rings.rows[place.stage] + r;
+      const OutputRow* rows = rings.rows[place.stage()] + r;
       sums.template for_each<4>(lane, [&](int half, int d, int64_t low, int64_t high) {
         const int dim = dim_of(work, d);
         const OutputRow& to = rows[8 * half];
@@ -378,12 +401,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_hopper_kernel(const __
   __shared__ sums_hopper::Rings<Tile> rings;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::kStages; ++i) {
-      barrier_init(&rings.full[i], Tile::kFormingThreads + 1);  // and one for the values
-      barrier_init(&rings.empty[i], Tile::kMultiplyWarps);
+      barrier_init(&rings.full_[i], Tile::kFormingThreads + 1);  // and one for the values
+      barrier_init(&rings.empty_[i], Tile::kMultiplyWarps);
     }
     for (int i = 0; i < Tile::kInputs; ++i) {
-      barrier_init(&rings.input_full[i], sums_hopper::Copies<Tile>::kInputArrivals);
-      barrier_init(&rings.input_empty[i], Tile::kFormingWarps);
+      barrier_init(&rings.input_full_[i], sums_hopper::Copies<Tile>::kInputArrivals);
+      barrier_init(&rings.input_empty_[i], Tile::kFormingWarps);
     }
     barrier_init_fence();
   }

@@ -18,14 +18,13 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -34,21 +33,32 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
       "@done bra finished%=;\n"
       "bra again%=;\n"
       "finished%=:\n"
-      "}" ::"r"(shared_address(barrier)),
+      "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
 // `bytes` contiguous bytes, a multiple of 16, both ends 16-byte aligned; completes on the barrier.
-__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, int bytes, uint64_t* barrier) {
+__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
+}
+// The same for barriers that are named, not addressed.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+  barrier_expect(shared_address(barrier), bytes);
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+  barrier_wait(shared_address(barrier), parity);
+}
+__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, int bytes, uint64_t* barrier) {
+  copy_bulk(shared, global, bytes, shared_address(barrier));
 }
 
 // ---- wgmma ----
 // An operand in core matrices (plane_offset()): K-major, no swizzle. Neighbouring 16-byte columns are 128 bytes apart,
 // neighbouring groups of 8 rows `eight_rows` bytes.
-__device__ __forceinline__ uint64_t operand(uint32_t shared, int eight_rows) {
+DET_HD constexpr uint64_t operand(uint32_t shared, int eight_rows) {
   return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | static_cast<uint64_t>(128 >> 4) << 16 |
          static_cast<uint64_t>(eight_rows >> 4) << 32;
 }
