@@ -22,35 +22,28 @@ __device__ __forceinline__ uint32_t select_shifts(uint32_t shifts, int bucket) {
 
 // Forms the weights of a CTA's Tile::kRows rows step by step into stages of byte planes. A warp works for one half of a
 // block of 16 rows, or for both, its kSlots, so a thread has one fixed row of each; it takes four keys of one A register
-// at a time. Where there are more warps than halves, they share the keys of a step.
+// at a time.
 template <class Tile>
 struct WeightForming {
-  static constexpr int kBlocks = kSumKeys / kBlockKeys;
-  static constexpr int kRowWarps = Tile::kFormingWarps < Tile::kRows / 8 ? Tile::kFormingWarps : Tile::kRows / 8;
-  static constexpr int kSlots = Tile::kRows / 8 / kRowWarps, kKeyParts = Tile::kFormingWarps / kRowWarps;
-  static constexpr int kOwnBlocks = kBlocks / kKeyParts;
-  static_assert(kSlots * kRowWarps * 8 == Tile::kRows && kSlots <= 2, "halves of one block");
-  static_assert(kRowWarps * kKeyParts == Tile::kFormingWarps && kOwnBlocks * kKeyParts == kBlocks, "no rest");
+  static constexpr int kSlots = Tile::kRows / 8 / Tile::kFormingWarps, kBlocks = kSumKeys / kBlockKeys;
+  static_assert(kSlots * Tile::kFormingWarps * 8 == Tile::kRows && kSlots <= 2, "halves of one block");
 
   unsigned first_row;  // of slot 0, in the CTA's tile; slot 1 has the row 8 further
-  int key_part;
   int64_t rowmax[kSlots];
-  bool live[kSlots];  // the row attends something and is not poisoned
-  bool padding;       // no row of slot 0 is real: there are no distances, and what is left in shared memory reaches no
-                      // output
+  bool padding;  // no row of slot 0 is real: there are no distances, and what is left in shared memory reaches no output
   uint64_t den[kSlots];
 
   __device__ __forceinline__ unsigned row(int slot) const { return first_row + 8 * slot; }
 
   __device__ __forceinline__ WeightForming(const SumsArgs& args, int64_t head, int64_t row_base, unsigned warp,
                                            unsigned lane) {
-    first_row = warp % kRowWarps * kSlots * 8 + lane / 4;
-    key_part = static_cast<int>(warp / kRowWarps);
+    first_row = warp * kSlots * 8 + lane / 4;
     padding = row_base + first_row / 8 * 8 >= args.shape.rows;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
       rowmax[i] = args.rowmax(head, row_base + row(i));
-      live[i] = rowmax[i] != kRowmaxPoisoned && rowmax[i] != kRowmaxEmpty;
+      // Far above every block maximum, kNoScore and kPoisonedScore among them: such a row has no weights.
+      if (rowmax[i] == kRowmaxPoisoned || rowmax[i] == kRowmaxEmpty) rowmax[i] = int64_t(1) << 62;
       den[i] = 0;
     }
   }
@@ -69,31 +62,28 @@ struct WeightForming {
     static_assert(kBlocks * 8 <= 16, "a step's sum of weights must fit");
     StepSum step_den[kSlots] = {};
     uint8_t* row_at = stage + plane_offset(first_row, lane % 4 * 4, kSumKeys);
-    const int first_block = key_part * kOwnBlocks;
-    uint32_t base[kOwnBlocks][kSlots], shifts[kOwnBlocks][2];
+    uint32_t base[kBlocks][kSlots], shifts[kBlocks][2];
 #pragma unroll
-    for (int own = 0; own < kOwnBlocks; ++own) {
+    for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-      for (int i = 0; i < kSlots; ++i)
-        base[own][i] = live[i] ? clamp_distance(rowmax[i] - source.below(i, first_block + own)) : kFarDistance;
+      for (int i = 0; i < kSlots; ++i) base[b][i] = clamp_distance(rowmax[i] - source.below(i, b));
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) shifts[own][pair] = source.shift(first_block + own, pair);
+      for (int pair = 0; pair < 2; ++pair) shifts[b][pair] = source.shift(b, pair);
     }
     if (many) {
 #pragma unroll
-      for (int own = 0; own < kOwnBlocks; ++own)
+      for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) shifts[own][pair] = select_shifts(shifts[own][pair], bucket);
+        for (int pair = 0; pair < 2; ++pair) shifts[b][pair] = select_shifts(shifts[b][pair], bucket);
     }
 #pragma unroll
-    for (int own = 0; own < kOwnBlocks; ++own) {
-      const int b = first_block + own;
+    for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const int key = b * kBlockKeys + pair * 16;
         uint32_t by[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) by[c] = __byte_perm(shifts[own][pair], 0, 0x4440 + c);
+        for (int c = 0; c < 4; ++c) by[c] = __byte_perm(shifts[b][pair], 0, 0x4440 + c);
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
           const uint4 distance = source.distance(i, b, pair);
@@ -102,7 +92,7 @@ struct WeightForming {
           const unsigned out = dropped(i, key + lane % 4 * 2);
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base[own][i] + d[c], kFarDistance));
+            uint32_t w = weight_from_distance<Tile::kWeightBits>(min(base[b][i] + d[c], kFarDistance));
             step_den[i] += w;
             w = out >> c & 1 ? 0 : w;
             low[c] = shift_left(w, by[c]);
@@ -127,29 +117,15 @@ struct WeightForming {
     return planes_seen(__reduce_or_sync(kFullWarp, any_low), __reduce_or_sync(kFullWarp, any_high));
   }
 
-  // Every row's sum of weights to rows, and `to_memory` where it belongs. All forming threads call it; `barrier` holds
-  // them until they are here.
-  template <class Barrier>
+  // Every row's sum of weights to rows, and `to_memory` where it belongs.
   __device__ __forceinline__ void publish(const SumsArgs& args, int64_t head, int64_t row_base, int lane,
-                                          OutputRow* rows, bool to_memory, Barrier barrier) const {
-    uint64_t sum[kSlots];
+                                          OutputRow* rows, bool to_memory) const {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {  // a row has a quad of a warp
-      sum[i] = den[i] + __shfl_xor_sync(kFullWarp, den[i], 1);
-      sum[i] += __shfl_xor_sync(kFullWarp, sum[i], 2);
+      uint64_t sum = den[i] + __shfl_xor_sync(kFullWarp, den[i], 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
+      if (lane % 4 == 0) publish_row(args, head, row_base + row(i), sum, &rows[row(i)], to_memory);
     }
-    if constexpr (kKeyParts > 1) {
-      static_assert(kKeyParts == 2, "one part hands over to the other");
-      if (key_part == 1 && lane % 4 == 0)
-        for (int i = 0; i < kSlots; ++i) rows[row(i)].den = static_cast<int64_t>(sum[i]);
-      barrier();
-      if (key_part == 1) return;
-      for (int i = 0; i < kSlots; ++i) sum[i] += static_cast<uint64_t>(rows[row(i)].den);
-      __syncwarp();
-    }
-    if (lane % 4 != 0) return;
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) publish_row(args, head, row_base + row(i), sum[i], &rows[row(i)], to_memory);
   }
 };
 

@@ -159,8 +159,11 @@ __device__ __forceinline__ T max_over_quad(T x) {
   return max(x, __shfl_xor_sync(kFullWarp, x, 2));
 }
 
+// A difference of scores as a distance: 0 below 0, kFarDistance from there on.
 __device__ __forceinline__ uint32_t clamp_distance(int64_t below) {
-  return static_cast<uint32_t>(max(min(below, static_cast<int64_t>(kFarDistance)), static_cast<int64_t>(0)));
+  const int high = static_cast<int>(below >> 32);
+  const uint32_t near = min(static_cast<uint32_t>(below), kFarDistance);
+  return high == 0 ? near : (high < 0 ? 0u : kFarDistance);
 }
 
 // ---- a block of 16 x 32 scores ----

@@ -1,7 +1,7 @@
 // Sums kernel for sm_90a: the same stage, arguments and results as sums_mma.cuh. A CTA stays on its multiprocessor and
-// takes one piece of work after the other. Eight warps multiply, on wgmma where the digit positions fit its registers
-// and on mma.sync where they do not; eight others form weights ahead of them from distances that bulk copies bring. So
-// nobody waits for memory, for the other side's arithmetic, or for the rounding at the end of a piece.
+// takes one piece of work after the other. Two warpgroups multiply, on wgmma where the digit positions fit its registers
+// and on mma.sync where they do not; one forms weights ahead of them; one brings what both need. So nobody waits for
+// memory, for the other side's arithmetic, or for the rounding at the end of a piece.
 #pragma once
 
 #include "forming.cuh"
@@ -19,18 +19,20 @@ struct SumsHopperTile {
   static constexpr int kPositions = kWeightPlanes + V_PLANES - 1;
   static constexpr int kWeightBits = V_PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
   static constexpr int kDims = DIMS;
-  static constexpr int kMultiplyWarps = 8, kFormingWarps = 8;
+  static constexpr int kMultiplyWarps = 8, kFormingWarps = 4, kBringingWarps = 4;
   // A multiplying warp has 16 rows and kWarpDims dims.
   static constexpr int kWarpDims = kOnWgmma ? DIMS / 2 : kSumWarpDims, kBlocks = kWarpDims / 8;
   static constexpr int kWarpsD = DIMS / kWarpDims, kWarpsM = kMultiplyWarps / kWarpsD, kRows = kWarpsM * kBlockRows;
   static_assert(!kOnWgmma || kRows == 64, "a warpgroup has the rows of one wgmma");
-  static constexpr int kMultiplyThreads = kMultiplyWarps * kWarpSize, kFormingThreads = kFormingWarps * kWarpSize;
-  static constexpr int kThreads = kMultiplyThreads + kFormingThreads;
+  static constexpr int kMultiplyThreads = kMultiplyWarps * kWarpSize, kFormingThreads = kFormingWarps * kWarpSize,
+                       kBringingThreads = kBringingWarps * kWarpSize;
+  static constexpr int kThreads = kMultiplyThreads + kFormingThreads + kBringingThreads;
   // Of 128 a thread at the launch. The accumulators are 160, 80 or 112.
   static constexpr int kRegisters = 65536 / kThreads;
   static constexpr int kMultiplyRegisters = kOnWgmma ? (DIMS > 64 ? 192 : 120) : 160;
-  static constexpr int kFormingRegisters = 2 * kRegisters - kMultiplyRegisters;
-  static_assert(kMultiplyThreads == kFormingThreads, "what one side gives, the other takes");
+  static constexpr int kBringingRegisters = 40;
+  static constexpr int kFormingRegisters = 4 * kRegisters - 2 * kMultiplyRegisters - kBringingRegisters;
+  static_assert(kMultiplyThreads == 2 * kFormingThreads && kFormingThreads == kBringingThreads, "the sum above");
 
   static constexpr int kStages = 4;  // of weights and values
   static constexpr int kInputs = 4;  // of distances, block maxima and shifts
@@ -47,16 +49,16 @@ struct SumsHopperTile {
 
 namespace sums_hopper {
 
-// What the two sides tell each other. A stage is one step: weights and values. It is full when they are there, and empty
-// when they have been multiplied.
+// What the three sides tell each other. A stage is one step: weights and values. It is full when they are there, and
+// empty when they have been multiplied. An input is what the weights of a step are formed from.
 template <class Tile>
 struct Rings {
   uint64_t full_[Tile::kStages], empty_[Tile::kStages];              // mbarriers, as the next two
-  uint64_t input_full_[Tile::kInputs], input_empty_[Tile::kInputs];  // among the forming warps
-  int work[Tile::kStages];                                           // the piece that begins here; kDone behind the last
-  alignas(16) unsigned planes[Tile::kStages][Tile::kFormingWarps];   // that hold anything, as each warp saw it
-  OutputRow rows[Tile::kStages][Tile::kRows];                        // of the piece that ends here
-  int taken[2];                                                      // among the forming warps: the next piece
+  uint64_t input_full_[Tile::kInputs], input_empty_[Tile::kInputs];
+  int work[Tile::kStages], input_work[Tile::kInputs];               // the piece that begins here; kDone behind the last
+  alignas(16) unsigned planes[Tile::kStages][Tile::kFormingWarps];  // that hold anything, as each warp saw it
+  OutputRow rows[Tile::kStages][Tile::kRows];                       // of the piece that ends here
+  int taken[2];                                                     // among the bringing warps: the next piece
 };
 constexpr int kDone = -1;
 
@@ -91,11 +93,6 @@ __device__ __forceinline__ SumsWork<Tile> work_of(const SumsArgs& args, int piec
   return SumsWork<Tile>(args, piece % pieces, piece / pieces);
 }
 
-template <class Tile>
-__device__ __forceinline__ void forming_barrier() {
-  asm volatile("bar.sync 1, %0;" ::"n"(Tile::kFormingThreads) : "memory");
-}
-
 // ---- forming ----
 
 // A source of WeightForming in shared memory.
@@ -124,148 +121,148 @@ struct StagedStep {
   __device__ __forceinline__ void done(int) const {}
 };
 
-// Brings the inputs of steps and the values. Lane 0 of each forming warp has a share: the first warps the blocks of 16
-// rows, the next one the shifts, the last one the values.
-template <class Tile>
-class Copies {
- public:
-  static constexpr unsigned kShiftWarp = Tile::kRowBlocks, kValueWarp = Tile::kFormingWarps - 1;
-  static_assert(kShiftWarp < kValueWarp, "a warp each");
-  static constexpr unsigned kInputArrivals = kShiftWarp + 1;
-
-  __device__ __forceinline__ Copies(const SumsArgs& args, const SumsWork<Tile>& work, unsigned warp) {
-    const Shape& s = args.shape;
-    if (warp < kShiftWarp) {
-      // Blocks of padding rows do not exist.
-      first_ = work.row_base + warp * kBlockRows < s.rows
-                   ? first_distance_block(args.distances, work.row16_base, warp, work.key_begin, work.tile_first)
-                   : -1;
-    } else if (warp == kShiftWarp) {
-      first_ = work.head * s.keys_pad + work.key_begin;
-    } else {
-      first_ = (work.head * Tile::kValuePlanes * (s.keys_pad / kSumKeys) + work.key_begin / kSumKeys) *
-                   step_bytes(args) +
-               work.dim_block * Tile::kValuePlaneBytes;
-    }
-  }
-  // The inputs of a step; lane 0 of the first kInputArrivals warps calls it.
-  __device__ __forceinline__ void bring_input(const SumsArgs& args, unsigned warp, int step, uint8_t* input,
-                                              uint32_t full) const {
-    if (warp < kShiftWarp) {
-      if (first_ < 0) return barrier_arrive(full);
-      barrier_expect(full, Tile::kDistanceBytes + Tile::kMaxBytes);
-      const int64_t block = first_ + step * Tile::kKeyBlocks;
-      copy_bulk(shared_address(input) + warp * Tile::kDistanceBytes, args.distances.distance + block * 4 * kWarpSize,
-                Tile::kDistanceBytes, full);
-      copy_bulk(shared_address(input) + Tile::kRowBlocks * Tile::kDistanceBytes + warp * Tile::kMaxBytes,
-                args.distances.block_max + block * kBlockRows, Tile::kMaxBytes, full);
-    } else {
-      barrier_expect(full, kSumKeys);
-      copy_bulk(shared_address(input) + Tile::kRowBlocks * (Tile::kDistanceBytes + Tile::kMaxBytes),
-                args.prepared.value_shift + first_ + step * kSumKeys, kSumKeys, full);
-    }
-  }
-  // The values of a step; lane 0 of kValueWarp calls it.
-  __device__ __forceinline__ void bring_values(const SumsArgs& args, int step, uint8_t* values, uint32_t full) const {
-    barrier_expect(full, Tile::kValueBytes);
-    for (int p = 0; p < Tile::kValuePlanes; ++p) {
-      copy_bulk(shared_address(values) + p * Tile::kValuePlaneBytes,
-                args.prepared.value + first_ + (p * (args.shape.keys_pad / kSumKeys) + step) * step_bytes(args),
-                Tile::kValuePlaneBytes, full);
-    }
-  }
-
- private:
-  __device__ __forceinline__ static int64_t step_bytes(const SumsArgs& args) {
-    return int64_t(args.shape.value_dims_pad) * kSumKeys;
-  }
-  int64_t first_;  // block, shift or byte of the values; < 0 if there is nothing to bring
-};
-
-// The forming warps' whole run. Registers are scarce here, too.
+// The forming warps' whole run.
 template <class Tile>
 __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, Rings<Tile>& rings) {
-  constexpr int kLead = Tile::kInputs - 1;  // steps whose inputs are on their way while one is used
-  uint8_t* inputs = shared + Tile::kStages * Tile::kStageBytes;
-  const Barriers<Tile> barriers(rings);
+  const uint8_t* inputs = shared + Tile::kStages * Tile::kStageBytes;
   const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize - Tile::kMultiplyWarps;
-  const bool values_lane = lane == 0 && warp == Copies<Tile>::kValueWarp,
-             input_lane = lane == 0 && warp < Copies<Tile>::kInputArrivals;
-  const int all = SumsWork<Tile>::pieces(args) * args.splits;
+  const Barriers<Tile> barriers(rings);
   Place<Tile::kStages> place;
-  Place<Tile::kInputs> used, brought;
+  Place<Tile::kInputs> used;
+  const auto hand_over = [&] {
+    wgmma_publish();
+    barrier_arrive(barriers.full(place.stage()));
+    place.advance();
+  };
+
+#pragma unroll 1
+  while (true) {
+    barrier_wait(barriers.input_full(used.stage()), used.parity());
+    const int piece = rings.input_work[used.stage()];
+    if (piece == kDone) return;
+    const SumsWork<Tile> work = work_of<Tile>(args, piece);
+    WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
+    const int steps = work.steps, buckets = Exponents(args.prepared, work.head).buckets;
+    int step = 0, bucket = 0;
+#pragma unroll 1
+    for (int left = max(1, buckets * steps); left > 0; --left) {  // a piece without keys has a stage, too
+      barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
+      barrier_wait(barriers.input_full(used.stage()), used.parity());
+      unsigned seen = 0;
+      if (steps > 0) {
+        StagedStep<Tile> source(inputs + used.stage() * Tile::kInputBytes, weights, lane);
+        seen = weights.template form<!Tile::kOnWgmma>(source, shared + place.stage() * Tile::kStageBytes, bucket,
+                                                      buckets > 1, lane, NoneDropped());
+      }
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(barriers.input_empty(used.stage()));
+        if (!Tile::kOnWgmma) rings.planes[place.stage()][warp] = seen;
+      }
+      used.advance();
+      if (left > 1) hand_over();
+      step = step + 1 >= steps ? 0 : step + 1;
+      bucket += step == 0;
+    }
+    const SumsWork<Tile> done = work_of<Tile>(args, piece);
+    weights.publish(args, done.head, done.row_base, lane, rings.rows[place.stage()], done.dim_block == 0);
+    hand_over();
+  }
+}
+
+// ---- bringing ----
+
+// The bringing warps' whole run; their lanes 0 work. The first warps bring the blocks of 16 rows, the next one (or the
+// first again) the shifts, the last one the values.
+template <class Tile>
+__device__ __forceinline__ void bring_all(const SumsArgs& args, uint8_t* shared, Rings<Tile>& rings) {
+  constexpr unsigned kShiftWarp = Tile::kRowBlocks % Tile::kBringingWarps, kValueWarp = Tile::kBringingWarps - 1;
+  static_assert(Tile::kRowBlocks <= Tile::kBringingWarps, "a block a warp");
+  const Shape& s = args.shape;
+  const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % Tile::kBringingWarps;
+  const uint32_t inputs = shared_address(shared) + Tile::kStages * Tile::kStageBytes;
+  const int all = SumsWork<Tile>::pieces(args) * args.splits;
+  const int64_t step_bytes = int64_t(s.value_dims_pad) * kSumKeys, plane_bytes = s.keys_pad / kSumKeys * step_bytes;
+  const Barriers<Tile> barriers(rings);
+  Place<Tile::kStages> place;
+  Place<Tile::kInputs> brought;
+
+  // One step, or none (a piece without keys, or the end) with `any` false. `begins`: the piece that does so here.
+  const auto bring = [&](bool any, int step, int64_t block, const uint8_t* shifts, const uint8_t* values, bool begins,
+                         int piece) {
+    if (warp < Tile::kRowBlocks || warp == kShiftWarp) {
+      barrier_wait(barriers.input_empty(brought.stage()), brought.parity() ^ 1);
+      const uint32_t input = inputs + brought.stage() * Tile::kInputBytes, full = barriers.input_full(brought.stage());
+      if (begins && warp == kShiftWarp) rings.input_work[brought.stage()] = piece;
+      if (warp < Tile::kRowBlocks) {
+        if (any && block >= 0) {
+          const int64_t at = block + step * Tile::kKeyBlocks;
+          barrier_expect(full, Tile::kDistanceBytes + Tile::kMaxBytes);
+          copy_bulk(input + warp * Tile::kDistanceBytes, args.distances.distance + at * 4 * kWarpSize,
+                    Tile::kDistanceBytes, full);
+          copy_bulk(input + Tile::kRowBlocks * Tile::kDistanceBytes + warp * Tile::kMaxBytes,
+                    args.distances.block_max + at * kBlockRows, Tile::kMaxBytes, full);
+        } else {
+          barrier_arrive(full);
+        }
+      }
+      if (warp == kShiftWarp) {
+        if (any) {
+          barrier_expect(full, kSumKeys);
+          copy_bulk(input + Tile::kRowBlocks * (Tile::kDistanceBytes + Tile::kMaxBytes), shifts + step * kSumKeys,
+                    kSumKeys, full);
+        } else {
+          barrier_arrive(full);
+        }
+      }
+    }
+    if (warp == kValueWarp) {
+      barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
+      const uint32_t full = barriers.full(place.stage());
+      if (begins) rings.work[place.stage()] = piece;
+      if (any) {
+        barrier_expect(full, Tile::kValueBytes);
+        for (int p = 0; p < Tile::kValuePlanes; ++p) {
+          copy_bulk(shared_address(shared) + place.stage() * Tile::kStageBytes + Tile::kWeightBytes +
+                        p * Tile::kValuePlaneBytes,
+                    values + p * plane_bytes + step * step_bytes, Tile::kValuePlaneBytes, full);
+        }
+      } else {
+        barrier_arrive(full);
+      }
+    }
+    brought.advance();
+    place.advance();
+  };
 
   int piece = blockIdx.x;
   for (int taken = 0; piece < all; taken ^= 1) {
-    const SumsWork<Tile> work = work_of<Tile>(args, piece);
-    if (work.row_base < args.shape.rows) {
-      const Copies<Tile> copies(args, work, warp);
-      WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
-      const int steps = work.steps, buckets = steps == 0 ? 0 : Exponents(args.prepared, work.head).buckets;
-      const auto bring = [&](int step) {
-        if (input_lane) {
-          barrier_wait(barriers.input_empty(brought.stage()), brought.parity() ^ 1);
-          copies.bring_input(args, warp, step % steps, inputs + brought.stage() * Tile::kInputBytes,
-                             barriers.input_full(brought.stage()));
-        }
-        __syncwarp();
-        brought.advance();
-      };
-      for (int i = 0; i < min(kLead, buckets * steps); ++i) bring(i);
-      int step = 0, bucket = 0;
+    if (lane == 0) {
+      const SumsWork<Tile> work = work_of<Tile>(args, piece);
+      if (work.row_base < s.rows) {
+        const int64_t block =
+            work.row_base + warp * kBlockRows < s.rows  // blocks of padding rows do not exist
+                ? first_distance_block(args.distances, work.row16_base, warp, work.key_begin, work.tile_first)
+                : -1;
+        const uint8_t* shifts = args.prepared.value_shift + work.head * s.keys_pad + work.key_begin;
+        const uint8_t* values = args.prepared.value + work.head * Tile::kValuePlanes * plane_bytes +
+                                work.key_begin / kSumKeys * step_bytes + work.dim_block * Tile::kValuePlaneBytes;
+        const int steps = work.steps, total = Exponents(args.prepared, work.head).buckets * steps;
+        int step = 0;
 #pragma unroll 1
-      for (int left = buckets * steps; left > 0; --left) {
-        if (left > kLead) bring(step + kLead);
-        barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
-        uint8_t* stage = shared + place.stage() * Tile::kStageBytes;
-        if (values_lane) {
-          if (step == 0 && bucket == 0) rings.work[place.stage()] = piece;
-          copies.bring_values(args, step, stage + Tile::kWeightBytes, barriers.full(place.stage()));
-        }
-        __syncwarp();  // or the compiler forms lane 0's weights by themselves
-        barrier_wait(barriers.input_full(used.stage()), used.parity());
-        StagedStep<Tile> source(inputs + used.stage() * Tile::kInputBytes, weights, lane);
-        const unsigned seen =
-            weights.template form<!Tile::kOnWgmma>(source, stage, bucket, buckets > 1, lane, NoneDropped());
-        __syncwarp();
-        if (lane == 0) {
-          barrier_arrive(barriers.input_empty(used.stage()));
-          if (!Tile::kOnWgmma) rings.planes[place.stage()][warp] = seen;
-        }
-        used.advance();
-        if (left > 1) {
-          wgmma_publish();
-          barrier_arrive(barriers.full(place.stage()));
-          place.advance();
-        }
-        step = step + 1 == steps ? 0 : step + 1;
-        bucket += step == 0;
-      }
-      if (buckets == 0) {  // rows that attend nothing here have a stage all the same
-        barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
-        if (values_lane) {
-          rings.work[place.stage()] = piece;
-          barrier_arrive(barriers.full(place.stage()));
+        for (int i = 0; i < max(1, total); ++i) {
+          bring(total > 0, step, block, shifts, values, i == 0, piece);
+          step = step + 1 == steps ? 0 : step + 1;
         }
       }
-      const SumsWork<Tile> done = work_of<Tile>(args, piece);
-      weights.publish(args, done.head, done.row_base, lane, rings.rows[place.stage()], done.dim_block == 0,
-                      forming_barrier<Tile>);
-      wgmma_publish();
-      barrier_arrive(barriers.full(place.stage()));
-      place.advance();
+      // Taken only now, so that who is done first goes on first.
+      if (warp == 0) rings.taken[taken] = static_cast<int>(gridDim.x) + atomicAdd(args.ticket, 1);
     }
-    // Taken only now, so that who is done first goes on first.
-    if (values_lane) rings.taken[taken] = static_cast<int>(gridDim.x) + atomicAdd(args.ticket, 1);
-    forming_barrier<Tile>();
+    __syncwarp();
+    asm volatile("bar.sync 1, %0;" ::"n"(Tile::kBringingThreads) : "memory");
     piece = rings.taken[taken];
   }
-  barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
-  if (values_lane) {
-    rings.work[place.stage()] = kDone;
-    barrier_arrive(barriers.full(place.stage()));
-  }
-  barrier_arrive(barriers.full(place.stage()));
+  if (lane == 0) bring(false, 0, 0, nullptr, nullptr, true, kDone);
 }
 
 // ---- multiplying ----
@@ -349,9 +346,9 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
           issue_step<Tile>(sums, stage, stage + Tile::kWeightBytes + warp_d * Tile::kWarpDims * kSumKeys);
           wgmma_commit();
         } else {
-          const uint4* seen = reinterpret_cast<const uint4*>(rings.planes[place.stage()]);
-          const uint4 x = seen[0], y = seen[1];
-          const unsigned planes = x.x | x.y | x.z | x.w | y.x | y.y | y.z | y.w;
+          static_assert(Tile::kFormingWarps == 4, "a vector of theirs");
+          const uint4 seen = *reinterpret_cast<const uint4*>(rings.planes[place.stage()]);
+          const unsigned planes = seen.x | seen.y | seen.z | seen.w;
           if (planes != 0)
             multiply_step<Tile>(sums, a_lane + place.stage() * Tile::kStageBytes,
                                 b_lane + place.stage() * Tile::kStageBytes, planes);
@@ -405,7 +402,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_hopper_kernel(const __
       barrier_init(&rings.empty_[i], Tile::kMultiplyWarps);
     }
     for (int i = 0; i < Tile::kInputs; ++i) {
-      barrier_init(&rings.input_full_[i], sums_hopper::Copies<Tile>::kInputArrivals);
+      barrier_init(&rings.input_full_[i], Tile::kRowBlocks + 1);  // and the shifts
       barrier_init(&rings.input_empty_[i], Tile::kFormingWarps);
     }
     barrier_init_fence();
@@ -414,9 +411,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_hopper_kernel(const __
   if (threadIdx.x < Tile::kMultiplyThreads) {
     set_registers<Tile::kMultiplyRegisters, Tile::kRegisters>();
     sums_hopper::multiply_all<Tile>(args, shared, rings);
-  } else {
+  } else if (threadIdx.x < Tile::kMultiplyThreads + Tile::kFormingThreads) {
     set_registers<Tile::kFormingRegisters, Tile::kRegisters>();
     sums_hopper::form_all<Tile>(args, shared, rings);
+  } else {
+    set_registers<Tile::kBringingRegisters, Tile::kRegisters>();
+    sums_hopper::bring_all<Tile>(args, shared, rings);
   }
 #endif
 }

@@ -217,7 +217,7 @@ __device__ __forceinline__ void run_weights(const SumsArgs& args, const SumsWork
       step_barrier<Tile>();  // the others multiply this step now, and have read the one before
     }
   }
-  weights.publish(args, work.head, work.row_base, lane, rows, work.dim_block == 0, [] {});
+  weights.publish(args, work.head, work.row_base, lane, rows, work.dim_block == 0);
 }
 
 template <class Tile, bool DROPOUT>
