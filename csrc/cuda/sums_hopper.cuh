@@ -139,7 +139,10 @@ __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, 
   while (true) {
     barrier_wait(barriers.input_full(used.stage()), used.parity());
     const int piece = rings.input_work[used.stage()];
-    if (piece == kDone) return;
+    if (piece == kDone) {
+      barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
+      return hand_over();
+    }
     const SumsWork<Tile> work = work_of<Tile>(args, piece);
     WeightForming<Tile> weights(args, work.head, work.row_base, warp, lane);
     const int steps = work.steps, buckets = Exponents(args.prepared, work.head).buckets;
