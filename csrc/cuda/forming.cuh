@@ -50,7 +50,8 @@ struct WeightForming {
 
   // Writes the weights of a step, shifted, as byte planes. Returns which planes are not all zero, if WANTED. `source`
   // has the thread's part of the step: distance(slot, block, pair) of four keys, below(slot, block) the block maximum,
-  // shift(block, pair) a byte for each of the four keys; done(block) says that a block's are used. dropped(slot, key)
+  // shift(block, pair) a byte for each of the four keys; load() is called before them, ahead(block, pair)
+  // before a pair's distances are used, done(block) when a block's are. dropped(slot, key)
   // has a bit for each of keys key, + 1, + 8, + 9: a weight that is left out of the planes, not of DEN.
   template <bool WANTED, class Source, class Dropped>
   __device__ __forceinline__ unsigned form(Source& source, uint8_t* stage, int bucket, bool many, int lane,
@@ -62,6 +63,7 @@ struct WeightForming {
     static_assert(kBlocks * 8 <= 16, "a step's sum of weights must fit");
     StepSum step_den[kSlots] = {};
     uint8_t* row_at = stage + plane_offset(first_row, lane % 4 * 4, kSumKeys);
+    source.load();
     uint32_t base[kBlocks][kSlots], shifts[kBlocks][2];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -81,6 +83,7 @@ struct WeightForming {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const int key = b * kBlockKeys + pair * 16;
+        source.ahead(b, pair);
         uint32_t by[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) by[c] = __byte_perm(shifts[b][pair], 0, 0x4440 + c);

@@ -95,30 +95,56 @@ __device__ __forceinline__ SumsWork<Tile> work_of(const SumsArgs& args, int piec
 
 // ---- forming ----
 
-// A source of WeightForming in shared memory.
+// A source of WeightForming in shared memory. Beside the tensor cores' own reads an answer takes long, so distances are
+// asked for while those before them are used.
 template <class Tile>
-struct StagedStep {
-  const uint8_t* distances;  // the warp's block of 16 rows, its half, the lane
-  const uint8_t* maxima;     // the warp's block, the thread's row
-  const uint8_t* shifts;     // the lane's
-
+class StagedStep {
+ public:
   __device__ __forceinline__ StagedStep(const uint8_t* input, const WeightForming<Tile>& weights, unsigned lane) {
     const unsigned block = weights.first_row / kBlockRows, half = weights.first_row / 8 % 2;
-    distances = input + block * Tile::kDistanceBytes + (half * kWarpSize + lane) * 16;
-    maxima = input + Tile::kRowBlocks * Tile::kDistanceBytes + block * Tile::kMaxBytes +
-             weights.first_row % kBlockRows * 8;
-    shifts = input + Tile::kRowBlocks * (Tile::kDistanceBytes + Tile::kMaxBytes) + lane % 4 * 4;
+    distances_ = input + block * Tile::kDistanceBytes + (half * kWarpSize + lane) * 16;
+    maxima_ = input + Tile::kRowBlocks * Tile::kDistanceBytes + block * Tile::kMaxBytes +
+              weights.first_row % kBlockRows * 8;
+    shifts_ = input + Tile::kRowBlocks * (Tile::kDistanceBytes + Tile::kMaxBytes) + lane % 4 * 4;
   }
-  __device__ __forceinline__ int64_t below(int slot, int b) const {
-    return *reinterpret_cast<const int64_t*>(maxima + (b * kBlockRows + 8 * slot) * 8);
+  __device__ __forceinline__ void load() {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i)
+        below_[i][b] = *reinterpret_cast<const int64_t*>(maxima_ + (b * kBlockRows + 8 * i) * 8);
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair)
+        shift_[b][pair] = *reinterpret_cast<const uint32_t*>(shifts_ + b * kBlockKeys + pair * 16);
+    }
+    ask(0, 0);
   }
-  __device__ __forceinline__ uint4 distance(int slot, int b, int pair) const {
-    return *reinterpret_cast<const uint4*>(distances + (b * 4 + pair * 2 + slot) * kWarpSize * 16);
+  __device__ __forceinline__ void ahead(int b, int pair) {
+    if (pair == 0) {
+      ask(b, 1);
+    } else if (b + 1 < kBlocks) {
+      ask(b + 1, 0);
+    }
+    __syncwarp();  // or the compiler asks where they are used
   }
-  __device__ __forceinline__ uint32_t shift(int b, int pair) const {
-    return *reinterpret_cast<const uint32_t*>(shifts + b * kBlockKeys + pair * 16);
-  }
+  __device__ __forceinline__ int64_t below(int slot, int b) const { return below_[slot][b]; }
+  __device__ __forceinline__ uint4 distance(int slot, int, int pair) const { return distance_[slot][pair]; }
+  __device__ __forceinline__ uint32_t shift(int b, int pair) const { return shift_[b][pair]; }
   __device__ __forceinline__ void done(int) const {}
+
+ private:
+  static constexpr int kSlots = WeightForming<Tile>::kSlots, kBlocks = WeightForming<Tile>::kBlocks;
+  __device__ __forceinline__ void ask(int b, int pair) {
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      distance_[i][pair] = *reinterpret_cast<const uint4*>(distances_ + (b * 4 + pair * 2 + i) * kWarpSize * 16);
+  }
+  const uint8_t* distances_;  // the warp's block of 16 rows, its half, the lane
+  const uint8_t* maxima_;     // the warp's block, the thread's row
+  const uint8_t* shifts_;     // the lane's
+  uint4 distance_[kSlots][2];
+  int64_t below_[kSlots][kBlocks];
+  uint32_t shift_[kBlocks][2];
 };
 
 // The forming warps' whole run.

@@ -87,6 +87,8 @@ class FetchedStep {
     for (int b = 0; b < kBlocks; ++b) fetch(b);
     advance();
   }
+  __device__ __forceinline__ void load() const {}
+  __device__ __forceinline__ void ahead(int, int) const {}
   __device__ __forceinline__ int64_t below(int slot, int b) const { return below_[slot][b]; }
   __device__ __forceinline__ uint4 distance(int slot, int b, int pair) const { return distance_[slot][b][pair]; }
   __device__ __forceinline__ uint32_t shift(int b, int pair) const { return shift_[b][pair]; }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       "{\n"
       ".reg .pred done;\n"
       "again%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 1000000;\n"  // sleeps up to a millisecond at a time
       "@done bra finished%=;\n"
       "bra again%=;\n"
       "finished%=:\n"
