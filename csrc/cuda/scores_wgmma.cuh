@@ -147,8 +147,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   BlockRows rows[1];
   WarpRows& warp_rows = shared_rows[threadIdx.x / kWarpSize];
   load_rows<kBlockRows>(args, head, warp_row, lane, rows, &warp_rows);
-  int64_t row_max[2] = {start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4),
-                        start_of_rowmax<GIVEN>(args, head, warp_row + lane / 4 + 8)};
+  RowMaxima row_max = start_of_rowmax<GIVEN>(args, head * s.rows_pad + warp_row + lane / 4);
   __syncthreads();
   if (group >= groups) return;
   barrier_wait(&query_ready, 0);
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
       if (!real) continue;
       const int key_base = keys.first + t * kKeys + half * kBlockKeys;
       const Block block = block_at(args.distances, blocks, key_base, key_exponents[stage] + half * kBlockKeys,
-                                   warp_rows.mask_block(key_base));
+                                   warp_rows, lane);
       const auto group = [&](int g, int n, int i) { return acc[g][half * 4 + n][i]; };
       finish_block<kPlanes, kWide, GIVEN, false>(group, warp_rows, rows[0], block, lane, row_max);
     }
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int64_t top = max_over_quad(row_max[h]);
+    const int64_t top = max_over_quad(row_max.of(h));
     if (lane % 4 == 0) publish_rowmax<GIVEN>(args.prepared.rowmax + warp_rows.first + h * 8 + lane / 4, top);
   }
 #endif
