@@ -96,10 +96,13 @@ struct alignas(16) WarpRows {
   int exponent_min, exponent_max, begin_max, end_min;
   const ScoresArgs* args;     // for the modifiers
   int64_t first;              // over heads * rows_pad
+  int exponent[kScoreWarpTile];
   int2 keys[kScoreWarpTile];  // attended ones; only blocks at the edge of a mask look
 
-  // Whether some row does not attend some of the 32 keys from `key` on.
-  __device__ __forceinline__ bool mask_block(int key) const { return key < begin_max || key + kBlockKeys > end_min; }
+  // Whether some row does not attend some of the `count` keys from `key` on.
+  __device__ __forceinline__ bool mask_keys(int key, int count) const {
+    return key < begin_max || key + count > end_min;
+  }
 };
 
 // Reads `ROWS` (16 or 32) rows from row_base on; a lane holds one row, then each picks its own.
@@ -127,7 +130,7 @@ __device__ __forceinline__ void load_rows(const ScoresArgs& args, int64_t head, 
     warp->args = &args;
     warp->first = head * args.shape.rows_pad + row_base;
   }
-  if (lane < ROWS) warp->keys[lane] = own_keys;
+  if (lane < ROWS) warp->keys[lane] = own_keys, warp->exponent[lane] = own;
   __syncwarp();
 }
 
@@ -168,21 +171,38 @@ struct RowMaxima {
   }
 };
 
-// Where they start: nothing seen, or M. `row` is the thread's first, over heads * rows_pad.
+// M of a row, over heads * rows_pad, where it is given.
+__device__ __forceinline__ int64_t given_rowmax(const ScoresArgs& args, int64_t row) {
+  return max(min(args.prepared.rowmax[row], kPoisonedScore), kNoScore);
+}
+// Where they start: nothing seen, or M. `row` is the thread's first.
 template <bool GIVEN>
 __device__ __forceinline__ RowMaxima start_of_rowmax(const ScoresArgs& args, int64_t row) {
-  RowMaxima m{{kNoScore, kNoScore}, {kNone, kNone}};
-  if constexpr (GIVEN) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) m.any[h] = max(min(args.prepared.rowmax[row + 8 * h], kPoisonedScore), kNoScore);
-  }
-  return m;
+  if constexpr (GIVEN) return {{given_rowmax(args, row), given_rowmax(args, row + 8)}, {kNone, kNone}};
+  return {{kNoScore, kNoScore}, {kNone, kNone}};
 }
 
 template <typename T>
 __device__ __forceinline__ T max_over_quad(T x) {
   x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
   return max(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+
+// Several, none waiting for another.
+template <int COUNT>
+__device__ __forceinline__ void max_over_quad(int32_t (&x)[COUNT][2]) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    int32_t other[COUNT][2];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) other[c][h] = __shfl_xor_sync(kFullWarp, x[c][h], distance);
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) x[c][h] = max(x[c][h], other[c][h]);
+  }
 }
 
 // A difference of scores as a distance: 0 below 0, kFarDistance from there on.
@@ -192,18 +212,28 @@ __device__ __forceinline__ uint32_t clamp_distance(int64_t below) {
   return high == 0 ? near : (high < 0 ? 0u : kFarDistance);
 }
 
-// ---- a block of 16 x 32 scores ----
+// ---- blocks of 16 x 32 scores ----
 
-// Where a block's results go, and what is known of its rows and keys.
+// One block, or a few side by side: where the results go, and what is known of the rows and keys.
 struct Block {
-  uint4* distance;  // the lane's first word
-  int64_t* block_max;  // of the lane's first row
-  bool stored;         // or row maxima only
-  bool masked;         // some pair may be masked
-  int key_base;             // first key, relative to kv_lo
-  const int* key_exponent;  // 32, shared memory
+  uint4* distance;                 // the lane's first word
+  int64_t* block_max;              // of the lane's first row
+  bool stored;                     // or row maxima only
+  bool masked;                     // some pair may be masked
+  int key_base;                    // first key, relative to kv_lo
+  const int* key_exponent;         // of each key, shared memory
   int exponent_min, exponent_max;  // of them
   int shift_min, shift_max;        // r of any of the warp's rows and any key
+
+  // The block `b` to the right.
+  __device__ __forceinline__ Block at(int b) const {
+    Block other = *this;
+    other.distance += b * 4 * kWarpSize;
+    other.block_max += b * kBlockRows;
+    other.key_base += b * kBlockKeys;
+    other.key_exponent += b * kBlockKeys;
+    return other;
+  }
 };
 
 // The block of key 0, were there one, of row block `row16`, counted from the chunk's first, of a tile. Blocks of a
@@ -213,6 +243,7 @@ __device__ __forceinline__ int first_block(const Distances& d, int64_t row16, in
 }
 
 // All lanes call it.
+template <int BLOCKS = 1>
 __device__ __forceinline__ Block block_at(const Distances& d, int first_block, int key_base, const int* key_exponent,
                                           const WarpRows& warp, int lane) {
   const int64_t block = first_block + key_base / kBlockKeys;
@@ -220,11 +251,17 @@ __device__ __forceinline__ Block block_at(const Distances& d, int first_block, i
   b.distance = d.distance + block * 4 * kWarpSize + lane;
   b.block_max = d.block_max + block * kBlockRows + lane / 4;
   b.stored = d.distance != nullptr;
-  b.masked = warp.mask_block(key_base);
+  b.masked = warp.mask_keys(key_base, BLOCKS * kBlockKeys);
   b.key_base = key_base;
   b.key_exponent = key_exponent;
-  b.exponent_max = __reduce_max_sync(kFullWarp, key_exponent[lane]);
-  b.exponent_min = __reduce_min_sync(kFullWarp, key_exponent[lane]);
+  int least = key_exponent[lane], greatest = least;
+#pragma unroll
+  for (int i = 1; i < BLOCKS; ++i) {
+    const int exponent = key_exponent[i * kBlockKeys + lane];
+    least = min(least, exponent), greatest = max(greatest, exponent);
+  }
+  b.exponent_min = __reduce_min_sync(kFullWarp, least);
+  b.exponent_max = __reduce_max_sync(kFullWarp, greatest);
   b.shift_min = score_shift(warp.exponent_max, b.exponent_max, kHighest.operand_bits);
   b.shift_max = score_shift(warp.exponent_min, b.exponent_min, kHighest.operand_bits);
   return b;
@@ -319,26 +356,31 @@ __device__ __forceinline__ bool add_bias(const WarpRows& warp, const BlockRows& 
   return fits;
 }
 
+// Keeps the compiler from knowing that x is a power of two: it would shift and add where one multiply-add does.
+__device__ __forceinline__ uint32_t as_factor(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
 // The scores of a block that takes 32 bits, in 3 to 5 instructions a pair. With n = r - 16 in [1, 8] and I / 2^16 =
 // hi * 2^8 + middle, whose fraction cannot reach past the floor,
 //   S = floor((hi * 2^8 + middle + 2^(n-1)) / 2^n) = hi * 2^(8-n) + floor((middle + 2^(n-1)) / 2^n),
 // exact in 32 bits since S fits. A key whose exponent is d above the block's least has a d lower n: both digits times
 // 2^d under the largest n are the same fraction.
-template <int PLANES, bool WIDE, class Acc>
+template <int PLANES, bool WIDE, int COLUMNS, class Acc>
 __device__ __forceinline__ void small_scores(const Acc& acc, const BlockRows& rows, const Block& block, int lane,
-                                             int32_t (&s)[4][4]) {
+                                             int32_t (&s)[COLUMNS][4]) {
   int n_of[2], half[2];
   uint32_t factor[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     n_of[h] = score_shift(rows.exponent[h], block.exponent_min, kHighest.operand_bits) - 16;
     half[h] = 1 << (n_of[h] - 1);
-    factor[h] = 1u << (8 - n_of[h]);
+    factor[h] = as_factor(1u << (8 - n_of[h]));
   }
-  const bool uniform = block.exponent_min == block.exponent_max;
-  if (uniform) {
+  if (block.exponent_min == block.exponent_max) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int h = i >> 1;
@@ -348,27 +390,30 @@ __device__ __forceinline__ void small_scores(const Acc& acc, const BlockRows& ro
     return;
   }
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
+  for (int n = 0; n < COLUMNS; ++n) {
     const int2 ek = *reinterpret_cast<const int2*>(block.key_exponent + n * 8 + (lane % 4) * 2);
-    const int raised[2] = {1 << (ek.x - block.exponent_min), 1 << (ek.y - block.exponent_min)};
+    const uint32_t raised[2] = {as_factor(1u << (ek.x - block.exponent_min)),
+                                as_factor(1u << (ek.y - block.exponent_min))};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int h = i >> 1, by = raised[i & 1];
-      const int32_t low = (middle_of<PLANES, WIDE>(acc, n, i) * by + half[h]) >> n_of[h];
-      s[n][i] = static_cast<int32_t>(static_cast<uint32_t>(acc(kGroupHi, n, i)) * by * factor[h] + low);
+      const int h = i >> 1;
+      const uint32_t hi = static_cast<uint32_t>(acc(kGroupHi, n, i)) * raised[i & 1],
+                     middle = static_cast<uint32_t>(middle_of<PLANES, WIDE>(acc, n, i)) * raised[i & 1] + half[h];
+      s[n][i] = static_cast<int32_t>(hi * factor[h] + (static_cast<int32_t>(middle) >> n_of[h]));
     }
   }
 }
 
-// One 16 x 32 block. acc(group, n, i) are its digit groups. Folds the two rows' maxima into row_max (a thread's own;
-// the quad is combined at the end), or, if GIVEN, row_max.any is M and distances are taken from it.
-template <int PLANES, bool WIDE, bool GIVEN, bool MODIFIED, class Acc>
+// BLOCKS blocks side by side. acc(group, n, i) are their digit groups, n counting 8-key columns. Folds the two rows'
+// maxima into row_max (a thread's own; the quad is combined at the end), or, if GIVEN, row_max.any is M and distances
+// are taken from it.
+template <int PLANES, bool WIDE, bool GIVEN, bool MODIFIED, int BLOCKS = 1, class Acc>
 __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& warp, const BlockRows& rows,
                                              const Block& block, int lane, RowMaxima& row_max) {
   // The shortcut: every shift r of the tile in [17, 24], and |I| < 2^(r + 30) for every pair, so scores fit 31 bits.
   // |I| < (|hi| + 2^17) * 2^24 since |mid| * 2^16 + lo < 2^41; |hi| <= 2^(r_min + 5) is enough as r_min + 5 > 17.
   // Exponents of the keys differ by no more than the middle digit has room for.
-  constexpr int kMostRaised = WIDE ? 6 : 7;
+  constexpr int kColumns = BLOCKS * 4, kMostRaised = WIDE ? 6 : 7;
   static_assert((kMiddleBound<WIDE> << kMostRaised) + 128 < (int64_t(1) << 31), "a raised middle digit must fit");
   bool small = block.shift_min >= 17 && block.shift_max <= 24;
   if constexpr (WIDE) small = small && block.exponent_max - block.exponent_min <= kMostRaised;
@@ -377,7 +422,7 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
     const int bound = 1 << (block.shift_min + 5);
     int least = INT32_MAX, greatest = INT32_MIN;
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         least = min(least, min(acc(kGroupHi, n, i), acc(kGroupHi, n, i + 1)));
@@ -386,21 +431,24 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
     small = __all_sync(kFullWarp, least >= -bound && greatest <= bound);
   }
   const auto finish_carefully = [&] {
-    Dots dots;
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int b = 0; b < BLOCKS; ++b) {
+      Dots dots;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, n, i);
-    row_max = finish_block_careful<GIVEN, MODIFIED>(dots, warp, rows, block, lane, row_max);
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, b * 4 + n, i);
+      row_max = finish_block_careful<GIVEN, MODIFIED>(dots, warp, rows, block.at(b), lane, row_max);
+    }
   };
   if (!small) return finish_carefully();
 
-  int32_t s[4][4], top[2] = {kNone, kNone};
+  int32_t s[kColumns][4];
   small_scores<PLANES, WIDE>(acc, rows, block, lane, s);
   if (block.masked) {
     const int2 keys[2] = {warp.keys[rows.first + lane / 4], warp.keys[rows.first + lane / 4 + 8]};
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = block.key_base + n * 8 + (lane % 4) * 2 + (i & 1);
@@ -411,39 +459,58 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
     if (!__all_sync(kFullWarp, add_bias(warp, rows, block, lane, s))) return finish_carefully();
   }
   if constexpr (GIVEN) {
+    const auto below = [&](int h, int32_t score) {
+      return score == kNone ? kFarDistance : clamp_distance(row_max.any[h] - score);
+    };
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (lane % 4 == 0) block.block_max[8 * h] = row_max.any[h];
+    for (int b = 0; b < BLOCKS; ++b) {
+      const Block to = block.at(b);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int h = i & 1, n = (i >> 1) * 2;
-      const auto below = [&](int32_t score) {
-        return score == kNone ? kFarDistance : clamp_distance(row_max.any[h] - score);
-      };
-      block.distance[i * kWarpSize] =
-          make_uint4(below(s[n][2 * h]), below(s[n][2 * h + 1]), below(s[n + 1][2 * h]), below(s[n + 1][2 * h + 1]));
+      for (int h = 0; h < 2; ++h)
+        if (lane % 4 == 0) to.block_max[8 * h] = row_max.any[h];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i & 1, n = b * 4 + (i >> 1) * 2;
+        to.distance[i * kWarpSize] = make_uint4(below(h, s[n][2 * h]), below(h, s[n][2 * h + 1]),
+                                                below(h, s[n + 1][2 * h]), below(h, s[n + 1][2 * h + 1]));
+      }
     }
   } else {
+    int32_t top[BLOCKS][2];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      top[0] = max(top[0], max(s[n][0], s[n][1]));
-      top[1] = max(top[1], max(s[n][2], s[n][3]));
-    }
+    for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = max_over_quad(top[h]);
-      row_max.small[h] = max(row_max.small[h], top[h]);
-      if (block.stored && lane % 4 == 0)
-        block.block_max[8 * h] = top[h] == kNone ? kNoScore : static_cast<int64_t>(top[h]);
-    }
+      for (int h = 0; h < 2; ++h) {
+        top[b][h] = kNone;
+#pragma unroll
+        for (int n = b * 4; n < b * 4 + 4; ++n) top[b][h] = max(top[b][h], max(s[n][2 * h], s[n][2 * h + 1]));
+      }
+    max_over_quad(top);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_max.small[h] = max(row_max.small[h], top[b][h]);
     if (!block.stored) return;
+    // The lanes of a quad share its maxima out, so that they are written at once.
+    static_assert(BLOCKS <= 2, "a quad has four lanes");
+    const int mine = lane % 4;
+    const int32_t own = mine & 1 ? top[0][1] : top[0][0], right = mine & 1 ? top[BLOCKS - 1][1] : top[BLOCKS - 1][0],
+                  chosen = mine >> 1 ? right : own;
+    if (mine < 2 * BLOCKS) {
+      block.block_max[(mine >> 1) * kBlockRows + (mine & 1) * 8] =
+          chosen == kNone ? kNoScore : static_cast<int64_t>(chosen);
+    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Below 2^32: top < 2^30 + 2^29 and s > -top or kNone. A masked pair is at least 2^29 below a real maximum.
-      const int h = i & 1, n = (i >> 1) * 2;
-      const uint32_t t = static_cast<uint32_t>(top[h]);
-      block.distance[i * kWarpSize] =
-          make_uint4(t - s[n][2 * h], t - s[n][2 * h + 1], t - s[n + 1][2 * h], t - s[n + 1][2 * h + 1]);
+    for (int b = 0; b < BLOCKS; ++b) {
+      const Block to = block.at(b);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Below 2^32: top < 2^30 + 2^29 and s > -top or kNone. A masked pair is at least 2^29 below a real maximum.
+        const int h = i & 1, n = b * 4 + (i >> 1) * 2;
+        const uint32_t t = static_cast<uint32_t>(top[b][h]);
+        to.distance[i * kWarpSize] =
+            make_uint4(t - s[n][2 * h], t - s[n][2 * h + 1], t - s[n + 1][2 * h], t - s[n + 1][2 * h + 1]);
+      }
     }
   }
 }
