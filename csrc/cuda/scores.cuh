@@ -57,11 +57,13 @@ __device__ __forceinline__ int64_t dot_of(const Acc& acc, int n, int i) {
   return dot;
 }
 
-// floor(I / 2^(r - 1)) in 32 bits, for r in [17, 24] and a result that fits. I = 2^16 * (hi * 2^8 + mid') + lo' with
-// lo' in [0, 2^16) cannot reach past the floor; then y = hi * 2^8 + mid' is taken as hi' * 2^8 + m' with m' in [0,
-// 2^8).
+// mid with what lo carries into it: I = hi * 2^24 + middle * 2^16 + [0, 2^16).
+//   mid <= dims * (255*255 + 2*127*255), -mid is less, and lo carries less than 2^16; two planes have 0 <= mid <= dims *
+//   255*255, less for 256 dims than three planes for 128
+template <bool WIDE>
+constexpr int64_t kMiddleBound = (WIDE ? kMaxHeadDim : 128) * (255 * 255 + 2 * 127 * 255) + 65536;
 template <int PLANES, bool WIDE, class Acc>
-__device__ __forceinline__ int32_t half_score(const Acc& acc, int n, int i, int r_plus_7) {
+__device__ __forceinline__ int32_t middle_of(const Acc& acc, int n, int i) {
   int32_t mid = acc(kGroupMid, n, i);
   if constexpr (PLANES == 3) {
     if constexpr (WIDE) {
@@ -71,6 +73,14 @@ __device__ __forceinline__ int32_t half_score(const Acc& acc, int n, int i, int 
       mid += static_cast<int32_t>(static_cast<uint32_t>(acc(kGroupLo, n, i)) >> 16);
     }
   }
+  return mid;
+}
+
+// floor(I / 2^(r - 1)) in 32 bits, for r in [17, 24] and a result that fits. What stands below middle cannot reach past
+// the floor; then y = hi * 2^8 + middle is taken as hi' * 2^8 + m' with m' in [0, 2^8).
+template <int PLANES, bool WIDE, class Acc>
+__device__ __forceinline__ int32_t half_score(const Acc& acc, int n, int i, int r_plus_7) {
+  const int32_t mid = middle_of<PLANES, WIDE>(acc, n, i);
   const int32_t hi = acc(kGroupHi, n, i) + (mid >> 8);
   return static_cast<int32_t>(__funnelshift_r(static_cast<uint32_t>(mid) << 24, static_cast<uint32_t>(hi), r_plus_7));
 }
@@ -87,10 +97,13 @@ struct alignas(16) WarpRows {
   int exponent_min, exponent_max, begin_max, end_min;
   const ScoresArgs* args;     // for the modifiers
   int64_t first;              // over heads * rows_pad
+  int exponent[kScoreWarpTile];
   int2 keys[kScoreWarpTile];  // attended ones; only blocks at the edge of a mask look
 
-  // Whether some row does not attend some of the 32 keys from `key` on.
-  __device__ __forceinline__ bool mask_block(int key) const { return key < begin_max || key + kBlockKeys > end_min; }
+  // Whether some row does not attend some of the `count` keys from `key` on.
+  __device__ __forceinline__ bool mask_keys(int key, int count) const {
+    return key < begin_max || key + count > end_min;
+  }
 };
 
 // Reads `ROWS` (16 or 32) rows from row_base on; a lane holds one row, then each picks its own.
@@ -118,7 +131,7 @@ __device__ __forceinline__ void load_rows(const ScoresArgs& args, int64_t head, 
     warp->args = &args;
     warp->first = head * args.shape.rows_pad + row_base;
   }
-  if (lane < ROWS) warp->keys[lane] = own_keys;
+  if (lane < ROWS) warp->keys[lane] = own_keys, warp->exponent[lane] = own;
   __syncwarp();
 }
 
@@ -145,18 +158,52 @@ __device__ __forceinline__ void publish_rowmax(int64_t* rowmax, int64_t m) {
   atomicMax(reinterpret_cast<long long*>(rowmax), m >= kPoisonedScore ? kRowmaxPoisoned : m);
 }
 
-// Where a thread's row maximum starts: nothing seen, or M itself if it is given.
+// A masked pair among 32-bit scores, which are above -2^30, with a bias above -2^31 + 2^29.
+constexpr int32_t kNone = INT32_MIN;
+
+// What a thread knows of the maxima of its two rows: `small` of blocks that took 32 bits, `any` of the others, or M
+// itself if it is given.
+struct RowMaxima {
+  int64_t any[2];
+  int32_t small[2];
+
+  __device__ __forceinline__ int64_t of(int h) const {
+    return small[h] == kNone ? any[h] : max(any[h], static_cast<int64_t>(small[h]));
+  }
+};
+
+// M of a row, over heads * rows_pad, where it is given.
+__device__ __forceinline__ int64_t given_rowmax(const ScoresArgs& args, int64_t row) {
+  return max(min(args.prepared.rowmax[row], kPoisonedScore), kNoScore);
+}
+// Where they start: nothing seen, or M. `row` is the thread's first.
 template <bool GIVEN>
-__device__ __forceinline__ int64_t start_of_rowmax(const ScoresArgs& args, int64_t head, int64_t row) {
-  if constexpr (GIVEN)
-    return max(min(args.prepared.rowmax[head * args.shape.rows_pad + row], kPoisonedScore), kNoScore);
-  return kNoScore;
+__device__ __forceinline__ RowMaxima start_of_rowmax(const ScoresArgs& args, int64_t row) {
+  if constexpr (GIVEN) return {{given_rowmax(args, row), given_rowmax(args, row + 8)}, {kNone, kNone}};
+  return {{kNoScore, kNoScore}, {kNone, kNone}};
 }
 
 template <typename T>
 __device__ __forceinline__ T max_over_quad(T x) {
   x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
   return max(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+
+// Several, none waiting for another.
+template <int COUNT>
+__device__ __forceinline__ void max_over_quad(int32_t (&x)[COUNT][2]) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    int32_t other[COUNT][2];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) other[c][h] = __shfl_xor_sync(kFullWarp, x[c][h], distance);
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) x[c][h] = max(x[c][h], other[c][h]);
+  }
 }
 
 // A difference of scores as a distance: 0 below 0, kFarDistance from there on.
@@ -166,15 +213,28 @@ __device__ __forceinline__ uint32_t clamp_distance(int64_t below) {
   return high == 0 ? near : (high < 0 ? 0u : kFarDistance);
 }
 
-// ---- a block of 16 x 32 scores ----
+// ---- blocks of 16 x 32 scores ----
 
-// Where a block's results go, and what is known of its keys.
+// One block, or a few side by side: where the results go, and what is known of the rows and keys.
 struct Block {
-  uint4* distance;  // nullptr: row maxima only
-  int64_t* block_max;
-  const int* key_exponent;  // 32, shared memory
-  int key_base;             // first key, relative to kv_lo
-  bool masked;              // some pair may be masked
+  uint4* distance;                 // the lane's first word
+  int64_t* block_max;              // of the lane's first row
+  bool stored;                     // or row maxima only
+  bool masked;                     // some pair may be masked
+  int key_base;                    // first key, relative to kv_lo
+  const int* key_exponent;         // of each key, shared memory
+  int exponent_min, exponent_max;  // of them
+  int shift_min, shift_max;        // r of any of the warp's rows and any key
+
+  // The block `b` to the right.
+  __device__ __forceinline__ Block at(int b) const {
+    Block other = *this;
+    other.distance += b * 4 * kWarpSize;
+    other.block_max += b * kBlockRows;
+    other.key_base += b * kBlockKeys;
+    other.key_exponent += b * kBlockKeys;
+    return other;
+  }
 };
 
 // The block of key 0, were there one, of row block `row16`, counted from the chunk's first, of a tile. Blocks of a
@@ -183,11 +243,29 @@ __device__ __forceinline__ int first_block(const Distances& d, int64_t row16, in
   return static_cast<int>(row16 * d.key_blocks) - tile_first / kBlockKeys;
 }
 
-__device__ __forceinline__ Block block_at(const Distances& d, int first_block, int key_base,
-                                          const int* key_exponent, bool masked) {
+// All lanes call it.
+template <int BLOCKS = 1>
+__device__ __forceinline__ Block block_at(const Distances& d, int first_block, int key_base, const int* key_exponent,
+                                          const WarpRows& warp, int lane) {
   const int64_t block = first_block + key_base / kBlockKeys;
-  return {d.distance == nullptr ? nullptr : d.distance + block * 4 * kWarpSize, d.block_max + block * kBlockRows,
-          key_exponent, key_base, masked};
+  Block b;
+  b.distance = d.distance + block * 4 * kWarpSize + lane;
+  b.block_max = d.block_max + block * kBlockRows + lane / 4;
+  b.stored = d.distance != nullptr;
+  b.masked = warp.mask_keys(key_base, BLOCKS * kBlockKeys);
+  b.key_base = key_base;
+  b.key_exponent = key_exponent;
+  int least = key_exponent[lane], greatest = least;
+#pragma unroll
+  for (int i = 1; i < BLOCKS; ++i) {
+    const int exponent = key_exponent[i * kBlockKeys + lane];
+    least = min(least, exponent), greatest = max(greatest, exponent);
+  }
+  b.exponent_min = __reduce_min_sync(kFullWarp, least);
+  b.exponent_max = __reduce_max_sync(kFullWarp, greatest);
+  b.shift_min = score_shift(warp.exponent_max, b.exponent_max, kHighest.operand_bits);
+  b.shift_max = score_shift(warp.exponent_min, b.exponent_min, kHighest.operand_bits);
+  return b;
 }
 
 struct Dots {
@@ -207,8 +285,9 @@ static __device__ __noinline__ int64_t modify(const ScoresArgs& args, int64_t ro
 // Any exponents, any scores, and the modifiers, if MODIFIED: 64 bits throughout. Out of line: ordinary tiles do not
 // come here.
 template <bool GIVEN, bool MODIFIED>
-static __device__ __noinline__ void finish_block_careful(const Dots dots, const WarpRows& warp, const BlockRows rows,
-                                                         const Block block, int lane, int64_t* row_max) {
+static __device__ __noinline__ RowMaxima finish_block_careful(const Dots dots, const WarpRows& warp,
+                                                              const BlockRows rows, const Block block, int lane,
+                                                              RowMaxima row_max) {
   int64_t s[4][4], top[2] = {kNoScore, kNoScore};
   const int first = rows.first + lane / 4;
   const int2 keys[2] = {warp.keys[first], warp.keys[first + 8]};
@@ -233,25 +312,24 @@ static __device__ __noinline__ void finish_block_careful(const Dots dots, const 
   for (int h = 0; h < 2; ++h) {
     if constexpr (GIVEN) {
       // A poisoned pair under a finite M poisons the row all the same; -inf says that the row attends nothing.
-      if (top[h] == kPoisonedScore && row_max[h] != kNoScore) row_max[h] = kPoisonedScore;
-      top[h] = row_max[h];
+      if (top[h] == kPoisonedScore && row_max.any[h] != kNoScore) row_max.any[h] = kPoisonedScore;
+      top[h] = row_max.any[h];
     } else {
-      row_max[h] = max(row_max[h], top[h]);
+      row_max.any[h] = max(row_max.any[h], top[h]);
       top[h] = max_over_quad(top[h]);
     }
-    if (block.distance != nullptr && lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = top[h];
+    if (block.stored && lane % 4 == 0) block.block_max[8 * h] = top[h];
   }
-  if (block.distance == nullptr) return;
+  if (!block.stored) return row_max;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // A register i: rows of half i & 1, keys of 16-group i >> 1
     const int h = i & 1, n = (i >> 1) * 2;
-    block.distance[i * kWarpSize + lane] =
+    block.distance[i * kWarpSize] =
         make_uint4(clamp_distance(top[h] - s[n][2 * h]), clamp_distance(top[h] - s[n][2 * h + 1]),
                    clamp_distance(top[h] - s[n + 1][2 * h]), clamp_distance(top[h] - s[n + 1][2 * h + 1]));
   }
+  return row_max;
 }
-// A masked pair among 32-bit scores, which are above -2^30, with a bias above -2^31 + 2^29.
-constexpr int32_t kNone = INT32_MIN;
 
 // Section 10 where a bias is all there is, and is below 32 in magnitude: then it takes 29 bits, and so does the way.
 __device__ __forceinline__ bool only_bias(const Modifiers& m) { return m.softcap == 0.0 && m.slopes == nullptr; }
@@ -279,52 +357,99 @@ __device__ __forceinline__ bool add_bias(const WarpRows& warp, const BlockRows& 
   return fits;
 }
 
-// One 16 x 32 block. acc(group, n, i) are its digit groups. Folds the two rows' maxima into row_max (a thread's own;
-// the quad is combined at the end), or, if GIVEN, row_max is M and distances are taken from it.
-template <int PLANES, bool WIDE, bool GIVEN, bool MODIFIED, class Acc>
+// Keeps the compiler from knowing that x is a power of two: it would shift and add where one multiply-add does.
+__device__ __forceinline__ uint32_t as_factor(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
+// The scores of a block that takes 32 bits, in 3 to 5 instructions a pair. With n = r - 16 in [1, 8] and I / 2^16 =
+// hi * 2^8 + middle, whose fraction cannot reach past the floor,
+//   S = floor((hi * 2^8 + middle + 2^(n-1)) / 2^n) = hi * 2^(8-n) + floor((middle + 2^(n-1)) / 2^n),
+// exact in 32 bits since S fits. A key whose exponent is d above the block's least has a d lower n: both digits times
+// 2^d under the largest n are the same fraction.
+template <int PLANES, bool WIDE, int COLUMNS, class Acc>
+__device__ __forceinline__ void small_scores(const Acc& acc, const BlockRows& rows, const Block& block, int lane,
+                                             int32_t (&s)[COLUMNS][4]) {
+  int n_of[2], half[2];
+  uint32_t factor[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    n_of[h] = score_shift(rows.exponent[h], block.exponent_min, kHighest.operand_bits) - 16;
+    half[h] = 1 << (n_of[h] - 1);
+    factor[h] = as_factor(1u << (8 - n_of[h]));
+  }
+  if (block.exponent_min == block.exponent_max) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i >> 1;
+        const int32_t low = (middle_of<PLANES, WIDE>(acc, n, i) + half[h]) >> n_of[h];
+        s[n][i] = static_cast<int32_t>(static_cast<uint32_t>(acc(kGroupHi, n, i)) * factor[h] + low);
+      }
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+    const int2 ek = *reinterpret_cast<const int2*>(block.key_exponent + n * 8 + (lane % 4) * 2);
+    const uint32_t raised[2] = {as_factor(1u << (ek.x - block.exponent_min)),
+                                as_factor(1u << (ek.y - block.exponent_min))};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int h = i >> 1;
+      const uint32_t hi = static_cast<uint32_t>(acc(kGroupHi, n, i)) * raised[i & 1],
+                     middle = static_cast<uint32_t>(middle_of<PLANES, WIDE>(acc, n, i)) * raised[i & 1] + half[h];
+      s[n][i] = static_cast<int32_t>(hi * factor[h] + (static_cast<int32_t>(middle) >> n_of[h]));
+    }
+  }
+}
+
+// BLOCKS blocks side by side. acc(group, n, i) are their digit groups, n counting 8-key columns. Folds the two rows'
+// maxima into row_max (a thread's own; the quad is combined at the end), or, if GIVEN, row_max.any is M and distances
+// are taken from it.
+template <int PLANES, bool WIDE, bool GIVEN, bool MODIFIED, int BLOCKS = 1, class Acc>
 __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& warp, const BlockRows& rows,
-                                             const Block& block, int lane, int64_t (&row_max)[2]) {
+                                             const Block& block, int lane, RowMaxima& row_max) {
   // The shortcut: every shift r of the tile in [17, 24], and |I| < 2^(r + 30) for every pair, so scores fit 31 bits.
   // |I| < (|hi| + 2^17) * 2^24 since |mid| * 2^16 + lo < 2^41; |hi| <= 2^(r_min + 5) is enough as r_min + 5 > 17.
-  const int ek_max = __reduce_max_sync(kFullWarp, block.key_exponent[lane]);
-  const int ek_min = __reduce_min_sync(kFullWarp, block.key_exponent[lane]);
-  const int r_min = score_shift(warp.exponent_max, ek_max, kHighest.operand_bits);
-  const int r_max = score_shift(warp.exponent_min, ek_min, kHighest.operand_bits);
-  bool small = r_min >= 17 && r_max <= 24;
+  // Exponents of the keys differ by no more than the middle digit has room for.
+  constexpr int kColumns = BLOCKS * 4, kMostRaised = WIDE ? 6 : 7;
+  static_assert((kMiddleBound<WIDE> << kMostRaised) + 128 < (int64_t(1) << 31), "a raised middle digit must fit");
+  bool small = block.shift_min >= 17 && block.shift_max <= 24;
+  if constexpr (WIDE) small = small && block.exponent_max - block.exponent_min <= kMostRaised;
   if constexpr (MODIFIED) small = small && only_bias(warp.args->problem.modifiers);
   if (small) {
-    const int bias = 1 << (r_min + 5);
-    uint32_t above = 0;
+    const int bound = 1 << (block.shift_min + 5);
+    int least = INT32_MAX, greatest = INT32_MIN;
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) above |= static_cast<uint32_t>(acc(kGroupHi, n, i) + bias);
-    small = __all_sync(kFullWarp, above >> (r_min + 6) == 0);
+      for (int i = 0; i < 4; i += 2) {
+        least = min(least, min(acc(kGroupHi, n, i), acc(kGroupHi, n, i + 1)));
+        greatest = max(greatest, max(acc(kGroupHi, n, i), acc(kGroupHi, n, i + 1)));
+      }
+    small = __all_sync(kFullWarp, least >= -bound && greatest <= bound);
   }
   const auto finish_carefully = [&] {
-    Dots dots;
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int b = 0; b < BLOCKS; ++b) {
+      Dots dots;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, n, i);
-    finish_block_careful<GIVEN, MODIFIED>(dots, warp, rows, block, lane, row_max);
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, b * 4 + n, i);
+      row_max = finish_block_careful<GIVEN, MODIFIED>(dots, warp, rows, block.at(b), lane, row_max);
+    }
   };
   if (!small) return finish_carefully();
 
-  int32_t s[4][4], top[2] = {kNone, kNone};
-  const int shift[2] = {score_shift(rows.exponent[0], 0, kHighest.operand_bits) + 7,
-                        score_shift(rows.exponent[1], 0, kHighest.operand_bits) + 7};
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const int2 ek = *reinterpret_cast<const int2*>(block.key_exponent + n * 8 + (lane % 4) * 2);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      s[n][i] = (half_score<PLANES, WIDE>(acc, n, i, shift[i >> 1] - (i & 1 ? ek.y : ek.x)) + 1) >> 1;
-  }
+  int32_t s[kColumns][4];
+  small_scores<PLANES, WIDE>(acc, rows, block, lane, s);
   if (block.masked) {
     const int2 keys[2] = {warp.keys[rows.first + lane / 4], warp.keys[rows.first + lane / 4 + 8]};
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = block.key_base + n * 8 + (lane % 4) * 2 + (i & 1);
@@ -335,39 +460,58 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
     if (!__all_sync(kFullWarp, add_bias(warp, rows, block, lane, s))) return finish_carefully();
   }
   if constexpr (GIVEN) {
+    const auto below = [&](int h, int32_t score) {
+      return score == kNone ? kFarDistance : clamp_distance(row_max.any[h] - score);
+    };
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = row_max[h];
+    for (int b = 0; b < BLOCKS; ++b) {
+      const Block to = block.at(b);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int h = i & 1, n = (i >> 1) * 2;
-      const auto below = [&](int32_t score) {
-        return score == kNone ? kFarDistance : clamp_distance(row_max[h] - score);
-      };
-      block.distance[i * kWarpSize + lane] =
-          make_uint4(below(s[n][2 * h]), below(s[n][2 * h + 1]), below(s[n + 1][2 * h]), below(s[n + 1][2 * h + 1]));
+      for (int h = 0; h < 2; ++h)
+        if (lane % 4 == 0) to.block_max[8 * h] = row_max.any[h];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i & 1, n = b * 4 + (i >> 1) * 2;
+        to.distance[i * kWarpSize] = make_uint4(below(h, s[n][2 * h]), below(h, s[n][2 * h + 1]),
+                                                below(h, s[n + 1][2 * h]), below(h, s[n + 1][2 * h + 1]));
+      }
     }
   } else {
+    int32_t top[BLOCKS][2];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      top[0] = max(top[0], max(s[n][0], s[n][1]));
-      top[1] = max(top[1], max(s[n][2], s[n][3]));
+    for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[b][h] = kNone;
+#pragma unroll
+        for (int n = b * 4; n < b * 4 + 4; ++n) top[b][h] = max(top[b][h], max(s[n][2 * h], s[n][2 * h + 1]));
+      }
+    max_over_quad(top);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_max.small[h] = max(row_max.small[h], top[b][h]);
+    if (!block.stored) return;
+    // The lanes of a quad share its maxima out, so that they are written at once.
+    static_assert(BLOCKS <= 2, "a quad has four lanes");
+    const int mine = lane % 4;
+    const int32_t own = mine & 1 ? top[0][1] : top[0][0], right = mine & 1 ? top[BLOCKS - 1][1] : top[BLOCKS - 1][0],
+                  chosen = mine >> 1 ? right : own;
+    if (mine < 2 * BLOCKS) {
+      block.block_max[(mine >> 1) * kBlockRows + (mine & 1) * 8] =
+          chosen == kNone ? kNoScore : static_cast<int64_t>(chosen);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = max_over_quad(top[h]);
-      const int64_t wide = top[h] == kNone ? kNoScore : static_cast<int64_t>(top[h]);
-      row_max[h] = max(row_max[h], wide);
-      if (block.distance != nullptr && lane % 4 == 0) block.block_max[lane / 4 + 8 * h] = wide;
-    }
-    if (block.distance == nullptr) return;
+    for (int b = 0; b < BLOCKS; ++b) {
+      const Block to = block.at(b);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Below 2^32: top < 2^30 + 2^29 and s > -top or kNone. A masked pair is at least 2^29 below a real maximum.
-      const int h = i & 1, n = (i >> 1) * 2;
-      const uint32_t t = static_cast<uint32_t>(top[h]);
-      block.distance[i * kWarpSize + lane] =
-          make_uint4(t - s[n][2 * h], t - s[n][2 * h + 1], t - s[n + 1][2 * h], t - s[n + 1][2 * h + 1]);
+      for (int i = 0; i < 4; ++i) {
+        // Below 2^32: top < 2^30 + 2^29 and s > -top or kNone. A masked pair is at least 2^29 below a real maximum.
+        const int h = i & 1, n = b * 4 + (i >> 1) * 2;
+        const uint32_t t = static_cast<uint32_t>(top[b][h]);
+        to.distance[i * kWarpSize] =
+            make_uint4(t - s[n][2 * h], t - s[n][2 * h + 1], t - s[n + 1][2 * h], t - s[n + 1][2 * h + 1]);
+      }
     }
   }
 }

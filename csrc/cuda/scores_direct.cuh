@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kScoresDirectCtas)
   BlockRows rows[1];
   WarpRows& warp_rows = shared_rows[warp];
   load_rows<kBlockRows>(args, head, 0, lane, rows, &warp_rows);
-  int64_t row_max[2] = {start_of_rowmax<GIVEN>(args, head, lane / 4), start_of_rowmax<GIVEN>(args, head, lane / 4 + 8)};
+  RowMaxima row_max = start_of_rowmax<GIVEN>(args, head * s.rows_pad + lane / 4);
 
   const uint32_t query_shared = shared_address(shared);
   uint8_t* planes = shared + Tile::kQueryBytes + warp * Tile::kKeyBytes;
@@ -149,14 +149,14 @@ __global__ void __launch_bounds__(Tile::kThreads, kScoresDirectCtas)
     int32_t acc[Groups<kPlanes, false>::kCount][1][4][4] = {};
     scores_mma::dot_tile<kPlanes, false>(acc, f, kDims / 32);
     const Block block = block_at(args.distances, first_block(args.distances, blockIdx.x, tile_first), first, exponents,
-                                 warp_rows.mask_block(first));
+                                 warp_rows, lane);
     finish_block<kPlanes, false, GIVEN, false>([&](int g, int n, int i) { return acc[g][0][n][i]; }, warp_rows, rows[0],
                                         block, lane, row_max);
     __syncwarp();
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int64_t top = max_over_quad(row_max[h]);
+    const int64_t top = max_over_quad(row_max.of(h));
     if (lane % 4 == 0) publish_rowmax<GIVEN>(args.prepared.rowmax + head * s.rows_pad + h * 8 + lane / 4, top);
   }
 }

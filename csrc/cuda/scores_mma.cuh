@@ -184,12 +184,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   const uint32_t b_lane =
       warp_n * kScoreWarpTile * s.dims_pad + (matrix >> 1) * 8 * s.dims_pad + (matrix & 1) * 128 + matrix_row * 16;
 
-  int64_t row_max[2][2];
+  RowMaxima row_max[2];
 #pragma unroll
   for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      row_max[m][h] = start_of_rowmax<GIVEN>(args, head, warp_row + m * 16 + h * 8 + lane / 4);
+    row_max[m] = start_of_rowmax<GIVEN>(args, head * s.rows_pad + warp_row + m * 16 + lane / 4);
   const int blocks = first_block(
       args.distances, (tile - args.first_tile) * s.tile_blocks + (warp_row % kRowPad) / kBlockRows, tile_first);
   for (int t = 0; t < tiles; ++t) {
@@ -210,7 +208,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
     const auto finish = [&](int m, const auto& group) {
       if (warp_row + m * 16 >= s.rows) return;  // padding rows have no block
       const Block block = block_at(args.distances, blocks + m * static_cast<int>(args.distances.key_blocks), key_base,
-                                   key_exponents[stage] + warp_n * kScoreWarpTile, warp_rows.mask_block(key_base));
+                                   key_exponents[stage] + warp_n * kScoreWarpTile, warp_rows, lane);
       finish_block<kPlanes, WIDE, GIVEN, MODIFIED>(group, warp_rows, rows[m], block, lane, row_max[m]);
     };
     if constexpr (MODIFIED) {
@@ -240,7 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) scores_kernel(const __grid_
   for (int m = 0; m < 2; ++m)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t top = max_over_quad(row_max[m][h]);
+      const int64_t top = max_over_quad(row_max[m].of(h));
       const int64_t row = warp_row + m * 16 + h * 8 + lane / 4;
       if (lane % 4 == 0) publish_rowmax<GIVEN>(args.prepared.rowmax + head * s.rows_pad + row, top);
     }

@@ -83,12 +83,21 @@ __device__ __forceinline__ void set_registers() {
   }
 }
 
+// Named barriers of `threads` threads, of which some wait and the others only arrive. 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Makes ordinary shared-memory writes of this thread visible to wgmma.
 __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // D (64 x N, int32; a warp's 16 rows as C fragments of N / 8 8-column blocks) += A (64 x 32) * B (32 x N), N = 64
-// or 32.
+// or 32. If FIRST, D = A * B: no registers need to be cleared, before which the compiler would wait for products.
 #define DET_ROW(n) "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])
+#define DET_NEW_ROW(n) "=r"(d[n][0]), "=r"(d[n][1]), "=r"(d[n][2]), "=r"(d[n][3])
 #define DET_BY_SIGN(INSTRUCTION)        \
   if constexpr (A_SIGNED && B_SIGNED) { \
     INSTRUCTION("s8.s8");               \
@@ -99,17 +108,25 @@ __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.asyn
   } else {                              \
     INSTRUCTION("u8.u8");               \
   }
-template <bool A_SIGNED, bool B_SIGNED>
+template <bool A_SIGNED, bool B_SIGNED, bool FIRST = false>
 __device__ __forceinline__ void wgmma_bytes(int32_t (&d)[8][4], uint64_t a, uint64_t b) {
-#define DET_WGMMA(TYPES)                                                                                         \
+#define DET_WGMMA_64(TYPES, ROW, ADD)                                                                            \
   asm volatile(                                                                                                  \
       "wgmma.mma_async.sync.aligned.m64n64k32.s32." TYPES                                                        \
       " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
-      "%28,%29,%30,%31}, %32, %33, 1;"                                                                           \
-      : DET_ROW(0), DET_ROW(1), DET_ROW(2), DET_ROW(3), DET_ROW(4), DET_ROW(5), DET_ROW(6), DET_ROW(7)           \
+      "%28,%29,%30,%31}, %32, %33, " ADD ";"                                                                     \
+      : ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7)                                           \
       : "l"(a), "l"(b))
-  DET_BY_SIGN(DET_WGMMA)
+#define DET_WGMMA(TYPES) DET_WGMMA_64(TYPES, DET_ROW, "1")
+#define DET_WGMMA_NEW(TYPES) DET_WGMMA_64(TYPES, DET_NEW_ROW, "0")
+  if constexpr (FIRST) {
+    DET_BY_SIGN(DET_WGMMA_NEW)
+  } else {
+    DET_BY_SIGN(DET_WGMMA)
+  }
+#undef DET_WGMMA_NEW
 #undef DET_WGMMA
+#undef DET_WGMMA_64
 }
 template <bool A_SIGNED, bool B_SIGNED>
 __device__ __forceinline__ void wgmma_bytes(int32_t (&d)[4][4], uint64_t a, uint64_t b) {
@@ -122,6 +139,7 @@ __device__ __forceinline__ void wgmma_bytes(int32_t (&d)[4][4], uint64_t a, uint
 #undef DET_WGMMA
 }
 #undef DET_BY_SIGN
+#undef DET_NEW_ROW
 #undef DET_ROW
 
 }  // namespace det_attn::cuda
