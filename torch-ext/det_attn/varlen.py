@@ -135,7 +135,7 @@ def sequences_of(cu_seqlens, total):
 
 
 def _are_one(a, b):
-    """Whether both are the same memory, which the host can see without their values. A compiler looks at names alone."""
+    """Whether both are the same memory, which the host sees without their values. A compiler sees names alone."""
     return a is b or (not torch.compiler.is_compiling() and a.is_set_to(b))
 
 
