@@ -90,6 +90,7 @@ void set_scores(Problem& p, const Device& device, int64_t diagonal, bool causal,
   mask.diagonal = std::max(-Mask::kFarthest, std::min(Mask::kFarthest, diagonal));  // beyond them causal is the same
   mask.left = reach(window_left);
   mask.right = causal ? 0 : reach(window_right);
+  mask.range_reach = Mask::kUnlimited;
   if (key_ranges) {
     STD_TORCH_CHECK(key_ranges->dim() == 3 && (key_ranges->size(2) == 2 || key_ranges->size(2) == 3),
                     "key_ranges: must be [B or 1, Sq, 2 or 3]");
@@ -346,9 +347,10 @@ Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precisi
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                            double scale, const std::string& precision, int64_t diagonal,
                                            int64_t kv_lo, int64_t kv_hi, ScalarType out_dtype, DET_MODIFIER_PARAMETERS,
-                                           const std::string& path) {
+                                           const std::string& path, int64_t range_reach) {
   Problem problem = problem_of(q, k, &v, causal, scale, precision, diagonal, kv_lo, kv_hi, DET_SCORE_ARGUMENTS);
   set_dropout(problem, q.device(), DET_DROPOUT_ARGUMENTS);
+  if (range_reach >= 0) problem.mask.range_reach = std::min(range_reach, Mask::kUnlimited);
   const Path kernels = parse_path(path);
   const DType dtype = parse_dtype(out_dtype, "out_dtype");
   const std::vector<int64_t> rows_shape{problem.batch, problem.q_heads, problem.q_len};

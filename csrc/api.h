@@ -55,11 +55,12 @@ std::tuple<Tensor, Tensor, Tensor> accumulate_last(const Tensor& q, const Tensor
 Tensor finalize(const Tensor& num, const Tensor& den, const std::string& precision, ScalarType out_dtype,
                 double dropout_p);
 
-// The fused call -> out [B, Hq, Sq, D] laid out as q, rowmax float64 [B, Hq, Sq], DEN int64 [B, Hq, Sq].
+// The fused call -> out [B, Hq, Sq, D] laid out as q, rowmax float64 [B, Hq, Sq], DEN int64 [B, Hq, Sq]. range_reach:
+// Mask::range_reach, negative where nothing is known. It saves workspace; on CUDA rows that break it may become NaN.
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                            double scale, const std::string& precision, int64_t diagonal,
                                            int64_t kv_lo, int64_t kv_hi, ScalarType out_dtype, DET_MODIFIER_PARAMETERS,
-                                           const std::string& path);
+                                           const std::string& path, int64_t range_reach);
 
 // ---- Gradients (docs/contract.md section 8) --------------------------------------------------------------------
 // grad [B, Hq, Sq, D] is dO; out is the float32 output over all keys, rowmax and den likewise over all keys.

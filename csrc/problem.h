@@ -90,6 +90,8 @@ struct Mask {
   const int32_t* ranges;  // section 10, or null: [batch or 1][q_len][range_columns], two or three columns
   int64_t ranges_batch;   // integers from batch to batch
   int range_columns;      // 2: begin, end; 3: the query's place too, instead of query + diagonal
+  int64_t range_reach;    // what the caller says of `ranges`: n consecutive queries of a head attend keys of fewer than
+                          // range_reach + n places, as under a window of left + right = range_reach; or kUnlimited
   int64_t first_key;      // what local key 0 is to `ranges`
 
   // |diagonal| <= 2^60 and left, right <= 2^61: no sum of them overflows, and no end that far is met.

@@ -551,7 +551,7 @@ def test_the_state_has_no_gradient(kernel, device):
 def test_a_narrow_output_of_the_raw_op_is_refused(kernel, device):
     Q, K, V, _ = make_all("normal", device, seed=20, heads=(2, 1), Sq=10, Skv=12, D=8)
     Q.requires_grad_()
-    out, _, _ = kernel.ops.forward(Q, K, V, False, 1.0, "high", 0, 0, 12, torch.bfloat16, *NO_MODIFIERS, "auto")
+    out, _, _ = kernel.ops.forward(Q, K, V, False, 1.0, "high", 0, 0, 12, torch.bfloat16, *NO_MODIFIERS, "auto", -1)
     with pytest.raises(NotImplementedError, match="out_dtype: got torch.bfloat16"):
         out.sum().backward()
 
@@ -600,7 +600,7 @@ def test_opcheck(kernel, device, name, modified):
         Q = Q.transpose(1, 2).contiguous().transpose(1, 2)
         call = (True, 0.25, "highest", 3, 1, 8)
         last = (*(every_modifier(Q, K) if modified else NO_MODIFIERS), "auto")
-        out, rowmax, den = kernel.ops.forward(Q, K, V, *call, torch.float32, *last)
+        out, rowmax, den = kernel.ops.forward(Q, K, V, *call, torch.float32, *last, -1)
         given = (dO, Q, K, V, out, rowmax, den)
         references = kernel.ops.grad_reference(*given, *call, *last)
         sums = kernel.ops.grad_accumulate(*given, *references, *call, True, True, True, *last)
@@ -610,7 +610,7 @@ def test_opcheck(kernel, device, name, modified):
             "grad_accumulate": [(*given, *references, *call, *need, *last) for need in NEED],
             "grad_finalize": [(sums[0], references[0], 0.25, "highest", Q.dtype)],
             "backward": [(*given, *call, *need, *last) for need in NEED],
-            "forward": [(*leaves, *call, torch.float32, *last)],
+            "forward": [(*leaves, *call, torch.float32, *last, reach) for reach in (-1, 5)],
         }
         for these in arguments[name]:
             torch.library.opcheck(getattr(kernel.ops, name).default, these)

@@ -500,7 +500,7 @@ def test_a_learned_bias_is_refused_by_the_op_too(kernel):
     Q, K, V = (x.requires_grad_() for x in small())
     bias = Z(2, 4, 5, 7, requires_grad=True)
     out, _, _ = kernel.ops.forward(
-        Q, K, V, False, 1.0, "high", 0, 0, 7, torch.float32, bias, *every_modifier(Q, K)[1:], "auto"
+        Q, K, V, False, 1.0, "high", 0, 0, 7, torch.float32, bias, *every_modifier(Q, K)[1:], "auto", -1
     )
     with pytest.raises(NotImplementedError, match="bias and alibi_slopes have no gradient"):
         out.sum().backward()

@@ -60,7 +60,7 @@ SCHEMAS = {
     f"SymInt diagonal, SymInt kv_lo, SymInt kv_hi, {MODIFIERS}str path) -> (Tensor num, Tensor den, Tensor rowmax)",
     "finalize": "(Tensor num, Tensor den, str precision, ScalarType out_dtype, float dropout_p) -> Tensor",
     "forward": "(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, "
-    f"SymInt kv_lo, SymInt kv_hi, ScalarType out_dtype, {MODIFIERS}str path) -> "
+    f"SymInt kv_lo, SymInt kv_hi, ScalarType out_dtype, {MODIFIERS}str path, SymInt range_reach) -> "
     "(Tensor out, Tensor rowmax, Tensor den)",
 }
 GRADIENT_INPUTS = "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, "
@@ -103,8 +103,8 @@ def op_arguments(kernel, device):
                 yield "rowmax", (q, K, *mask, *modifiers[:6], "auto")
                 yield "accumulate", (q, K, V, M, *mask, *modifiers, "auto")
                 yield "accumulate_last", (q, K, V, M, *mask, *modifiers, "auto")
-                yield "forward", (q, K, V, *mask, torch.float32, *modifiers, "auto")
-                yield "forward", (q, K, V, *mask, dtype, *modifiers, "reference")
+                yield "forward", (q, K, V, *mask, torch.float32, *modifiers, "auto", -1)
+                yield "forward", (q, K, V, *mask, dtype, *modifiers, "reference", 5)
         yield "finalize", (NUM, DEN, "highest", dtype, 0.0)
         yield "finalize", (NUM[0, 0], DEN[0, 0], "high", torch.float32, 0.5)
         yield "finalize", (NUM.transpose(0, 1), DEN.transpose(0, 1), "high", torch.float32, 0.0)

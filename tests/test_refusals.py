@@ -350,9 +350,9 @@ RAW = [
     ("finalize", (NUM, DEN[:1], "high", F32, 0.0), "den: its shape"),
     ("finalize", (NUM, DEN, "high", torch.float64, 0.0), "out_dtype"),
     ("finalize", (NUM.float(), DEN, "high", F32, 0.0), "num: got dtype"),
-    ("forward", (Q, K, V[:, :1], False, 1.0, "high", 0, 0, 7, F32, *NO_MODIFIERS, "auto"), "v: its shape"),
-    ("forward", (Q, K, V, False, math.inf, "high", 0, 0, 7, F32, *NO_MODIFIERS, "auto"), "scale"),
-    ("forward", (Q, K, V, False, 1.0, "high", 0, 0, 7, torch.int8, *NO_MODIFIERS, "auto"), "out_dtype"),
+    ("forward", (Q, K, V[:, :1], False, 1.0, "high", 0, 0, 7, F32, *NO_MODIFIERS, "auto", -1), "v: its shape"),
+    ("forward", (Q, K, V, False, math.inf, "high", 0, 0, 7, F32, *NO_MODIFIERS, "auto", -1), "scale"),
+    ("forward", (Q, K, V, False, 1.0, "high", 0, 0, 7, torch.int8, *NO_MODIFIERS, "auto", -1), "out_dtype"),
 ]
 
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import generators
 from conftest import assert_same_bits
@@ -18,10 +19,10 @@ HEADS = (4, 2)
 D = 24
 
 
-def packed(lengths=LENGTHS, device="cpu", dtype=torch.float32):
+def packed(lengths=LENGTHS, device="cpu", dtype=torch.float32, heads=HEADS):
     """q, k, v, dO, cu_seqlens_q, cu_seqlens_k."""
     totals = [sum(x) for x in zip(*lengths)]
-    shapes = ((totals[0], HEADS[0], D), (totals[1], HEADS[1], D), (totals[1], HEADS[1], D), (totals[0], HEADS[0], D))
+    shapes = ((totals[0], heads[0], D), (totals[1], heads[1], D), (totals[1], heads[1], D), (totals[0], heads[0], D))
     tensors = [tensor(generators.normal(5, n, s)).to(device, dtype) for n, s in enumerate(shapes)]
     cu = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device) for x in zip(*lengths)]
     return (*tensors, *cu)
@@ -66,6 +67,93 @@ def test_packed_sequences_give_the_bytes_of_each_alone(kernel, device, case):
         out.backward(dO.to(out.dtype))
         for name, x, y in zip(("dq", "dk", "dv"), leaves, expected[1:]):
             assert_same_bits(x.grad, y, f"{path}: {name}")
+
+
+# Queries and keys of the same lengths: then max_seqlen_k bounds how far apart the keys of a GPU's tile lie. 1280 rows.
+ALIKE = [(n, n) for n in (200, 1, 0, 128, 65, 200, 127, 129, 3, 200, 90, 137)]
+LONGEST = 200
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("case", ["plain", "causal", "window", "window, causal", "softcap"])
+def test_sequences_packed_alike_give_the_bytes_of_each_alone(kernel, device, case, heads):
+    q, k, v, dO, cu, _ = packed(ALIKE, device, heads=heads)
+    expected = alone(lambda *x: kernel.det_attn(*x[:3], **CASES[case]), ALIKE, q, k, v, dO)
+    for path in paths(kernel, device):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = kernel.det_attn_varlen(*leaves, cu, cu, LONGEST, LONGEST, path=path, **CASES[case])
+        assert_same_bits(out.detach(), expected[0], f"{path}: out")
+        out.backward(dO)
+        for name, x, y in zip(("dq", "dk", "dv"), leaves, expected[1:]):
+            assert_same_bits(x.grad, y, f"{path}: {name}")
+
+
+class Reach(TorchDispatchMode):
+    """What the fused op was given as range_reach."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.op, self.given = kernel.ops.forward.default, None
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is self.op:
+            self.given = args[-1]
+        return op(*args, **(kwargs or {}))
+
+
+REACH = [
+    (dict(), 398),
+    (dict(causal=True), 199),
+    (dict(window=(6, 2)), 8),
+    (dict(window=(6, -1)), 205),
+    (dict(window=(-1, 2), causal=True), 199),
+    (dict(window=(2**62, 2**62)), 398),
+    (dict(max_seqlen_k=1), 0),
+    (dict(max_seqlen_k=0), None),
+    (dict(cu_seqlens_k=lambda cu: cu[:]), 398),
+    (dict(cu_seqlens_k=lambda cu: cu.clone()), None),
+    (dict(seqused_k=lambda cu: cu.diff()), None),
+]
+
+
+@pytest.mark.parametrize("how, expected", REACH)
+def test_what_the_op_learns_of_the_longest_sequence(kernel, how, expected):
+    """None: nothing, a negative number."""
+    q, k, v, _, cu, _ = packed(ALIKE)
+    given = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=LONGEST, max_seqlen_k=LONGEST)
+    given.update({name: x(cu) if callable(x) else x for name, x in how.items()})
+    with Reach(kernel) as reach:
+        kernel.det_attn_varlen(q, k, v, **given)
+    assert reach.given == expected or (expected is None and reach.given < 0)
+
+
+@pytest.mark.parametrize("longest", [0, 1, 50, 199])
+@pytest.mark.parametrize("causal", [False, True])
+def test_too_small_a_max_seqlen_k_is_harmless_or_loud(kernel, device, causal, longest):
+    """Each row has its bytes or, on a GPU only, is NaN."""
+    lengths = [(n, n) for n in (1000, 1, 128, 700)]
+    q, k, v, _, cu, _ = packed(lengths, device, heads=(2, 2))
+    expected = kernel.det_attn_varlen(q, k, v, cu, cu.clone(), 1000, 1000, causal)
+    for path in paths(kernel, device):
+        found = kernel.det_attn_varlen(q, k, v, cu, cu, longest, longest, causal, path=path)
+        lost = found.isnan().all(-1, keepdim=True)
+        assert_same_bits(torch.where(lost, expected, found), expected, path)
+        assert lost.any() == (device == "cuda" and path != "reference" and longest > 0), path
+
+
+@pytest.mark.gpu
+def test_the_longest_sequence_bounds_the_workspace(kernel):
+    q, k, v = (torch.randn(16384, 1, 64, device="cuda") for _ in range(3))
+    cu = torch.arange(0, 16385, 2048, dtype=torch.int32, device="cuda")
+    peaks = []
+    for cu_k in (cu, cu.clone()):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kernel.det_attn_varlen(q, k, v, cu, cu_k, 2048, 2048)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] < 0.7 * peaks[1], peaks
 
 
 @pytest.mark.parametrize("causal", [False, True])

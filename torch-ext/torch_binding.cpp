@@ -27,7 +27,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("finalize(Tensor num, Tensor den, str precision, ScalarType out_dtype, float dropout_p) -> Tensor");
   ops.def(
       "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, "
-      "SymInt kv_hi, ScalarType out_dtype, " MODIFIERS "str path) -> (Tensor out, Tensor rowmax, Tensor den)");
+      "SymInt kv_hi, ScalarType out_dtype, " MODIFIERS "str path, SymInt range_reach) -> "
+      "(Tensor out, Tensor rowmax, Tensor den)");
   ops.def(
       "grad_reference(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, bool causal, "
       "float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, " MODIFIERS "str path) -> "

@@ -50,14 +50,16 @@ int64_t rows_of_sums(Engine engine, const Shape& s) {
   return (engine == Engine::kWgmma && s.planes == 2) || s.value_dims_pad == 64 ? 64 : 32;
 }
 
-// How far apart the keys of a tile's rows may lie: a window bounds it where the rows are consecutive queries.
+// How far apart the keys of a tile's rows may lie: a window bounds it, and what is known of ranges, where the rows are
+// consecutive queries.
 int64_t span_of(const Problem& p, const Shape& s) {
   const Mask& m = p.mask;
-  const bool consecutive = p.q_heads == p.kv_heads || p.q_len % kRowPad == 0;
-  if (m.left == Mask::kUnlimited || m.right == Mask::kUnlimited || m.range_columns == 3 || !consecutive)
-    return s.keys_pad;
+  if (p.q_heads != p.kv_heads && p.q_len % kRowPad != 0) return s.keys_pad;
+  int64_t reach = m.range_reach;
+  if (m.left != Mask::kUnlimited && m.right != Mask::kUnlimited && m.range_columns != 3)
+    reach = std::min(reach, std::max<int64_t>(0, m.left + m.right));
   // The first key is rounded down and the last one up.
-  return std::min(s.keys_pad, round_up(std::max<int64_t>(0, m.left + m.right) + kRowPad + kKeyPad, kKeyPad));
+  return std::min(s.keys_pad, round_up(reach + kRowPad + kKeyPad, kKeyPad));
 }
 
 }  // namespace

@@ -153,24 +153,35 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One warp a tile of kRowPad rows; half a warp a block of kBlockRows.
+// One warp a tile of kRowPad rows; half a warp a block of kBlockRows. There are no distances beyond the tile's span, so
+// no key beyond it is named; rows that have some, against the caller's word (Mask::range_reach), are poisoned.
 __global__ void tiles_kernel(const __grid_constant__ Shape s, const __grid_constant__ Prepared out) {
   static_assert(kWarpSize == 2 * kBlockRows, "half a warp a block");
   const int64_t tile = blockIdx.x;
   const int half = threadIdx.x / kBlockRows;
   const unsigned lanes = 0xffffu << (half * kBlockRows);
+  const int64_t first_row = tile * kRowPad + threadIdx.x;
+  int2 keys[kRowPad / kWarpSize];
   int tile_first = INT32_MAX;
-  for (int r = 0; r < kRowPad; r += kWarpSize) {
-    const int64_t row = tile * kRowPad + r + threadIdx.x;
-    const int2 keys = out.row_keys[row];
-    const bool any = keys.y > keys.x;
-    const int first = __reduce_min_sync(lanes, any ? keys.x : INT32_MAX),
-              last = __reduce_max_sync(lanes, any ? keys.y : 0);
-    if (threadIdx.x % kBlockRows == 0) out.block_keys[row / kBlockRows] = make_int2(first, last);
-    tile_first = min(tile_first, first);
+#pragma unroll
+  for (int i = 0; i < kRowPad / kWarpSize; ++i) {
+    keys[i] = out.row_keys[first_row + i * kWarpSize];
+    if (keys[i].y > keys[i].x) tile_first = min(tile_first, keys[i].x);
   }
   tile_first = __reduce_min_sync(kFullWarp, tile_first);
-  if (threadIdx.x == 0) out.tile_first[tile] = tile_first == INT32_MAX ? 0 : tile_first / kKeyPad * kKeyPad;
+  tile_first = tile_first == INT32_MAX ? 0 : tile_first / kKeyPad * kKeyPad;
+  const int64_t tile_end = tile_first + s.span;
+#pragma unroll
+  for (int i = 0; i < kRowPad / kWarpSize; ++i) {
+    const int64_t row = first_row + i * kWarpSize;
+    const bool any = keys[i].y > keys[i].x;
+    if (any && keys[i].y > tile_end) out.rowmax[row] = kRowmaxPoisoned;
+    const int first = __reduce_min_sync(lanes, any ? keys[i].x : INT32_MAX),
+              last = __reduce_max_sync(lanes, any ? keys[i].y : 0);
+    if (threadIdx.x % kBlockRows == 0)
+      out.block_keys[row / kBlockRows] = make_int2(first, static_cast<int>(min(static_cast<int64_t>(last), tile_end)));
+  }
+  if (threadIdx.x == 0) out.tile_first[tile] = tile_first;
 }
 
 // ---- value rows ----

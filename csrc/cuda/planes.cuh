@@ -55,7 +55,8 @@ struct Prepared {
   int64_t* rowmax;         // [heads][rows_pad], M as an integer
   int2* row_keys;          // [heads][rows_pad]: begin and end of the attended keys, relative to kv_lo; 0, 0 if none
   int64_t* row_bias;       // [heads][rows_pad]: where a row's bias of key kv_lo lies; null without a bias
-  int2* block_keys;        // [heads][rows_pad / kBlockRows]: from the least begin to the greatest end; INT32_MAX, 0 if none
+  int2* block_keys;        // [heads][rows_pad / kBlockRows]: from the least begin to the greatest end, no further than
+                           // `span` from tile_first; INT32_MAX, 0 if none
   int32_t* tile_first;     // [heads][rows_pad / kRowPad]: a tile's first attended key, down to a multiple of kKeyPad
 };
 

@@ -105,11 +105,11 @@ def det_attn(
     return out, State(rowmax, den, lse)
 
 
-def fused(Q, K, V, call, modifiers, out_dtype, path):
+def fused(Q, K, V, call, modifiers, out_dtype, path, range_reach=-1):
     """(out, rowmax, DEN) of checked arguments, with the gradient of the float32 output behind a narrow one."""
     dtype = out_dtype
     if out_dtype is not torch.float32 and torch.is_grad_enabled():
         if Q.requires_grad or K.requires_grad or V.requires_grad:
             dtype = torch.float32  # which the gradient is a function of
-    out, rowmax, den = ops.forward.default(Q, K, V, *call, dtype, *modifiers, path)
+    out, rowmax, den = ops.forward.default(Q, K, V, *call, dtype, *modifiers, path, range_reach)
     return (out if dtype is out_dtype else Narrow.apply(out, out_dtype)), rowmax, den

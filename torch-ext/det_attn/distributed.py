@@ -337,7 +337,7 @@ class _Gather(_Method):
     def forward(self, q, k, v):
         (keys, values), _, pair = self.everything(q, k, v)
         *call, path = _op_arguments(q, keys, **pair)
-        return ops.forward.default(q, keys, values, *call[:6], torch.float32, *call[6:], path)
+        return ops.forward.default(q, keys, values, *call[:6], torch.float32, *call[6:], path, -1)
 
     def backward(self, dO, q, k, v, *state):
         (keys, values), order, pair = self.everything(q, k, v)

@@ -21,8 +21,8 @@ def _keep(ctx, inputs, output):
     out, rowmax, den = output
     ctx.mark_non_differentiable(rowmax, den)
     ctx.set_materialize_grads(False)
-    ctx.call, ctx.out_dtype, ctx.path = call, inputs[9], inputs[-1]
-    tensors, ctx.modifiers = split(inputs[10:-1])
+    ctx.call, ctx.out_dtype, ctx.path = call, inputs[9], inputs[-2]
+    tensors, ctx.modifiers = split(inputs[10:-2])
     ctx.save_for_backward(q, k, v, out, rowmax, den, *tensors)
 
 
@@ -41,7 +41,7 @@ def joined(tensors, others):
 
 
 _TENSORS = (0, 1, 2, 11, 12)  # bias, alibi_slopes, key_ranges, dropout_rows, dropout_keys in checks.Modifiers
-_FORWARD_ARGUMENTS = 10 + len(checks.Modifiers._fields) + 1
+_FORWARD_ARGUMENTS = 10 + len(checks.Modifiers._fields) + 2
 
 
 def _fused(ctx, grad, *_):

@@ -44,7 +44,7 @@ def _like(x, dtype):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("forward"))
-def _forward(q, k, v, causal, scale, precision, diagonal, kv_lo, kv_hi, out_dtype, *modifiers_path):
+def _forward(q, k, v, causal, scale, precision, diagonal, kv_lo, kv_hi, out_dtype, *modifiers_path_reach):
     rows_shape = q.shape[:3]
     return (
         _like(q, out_dtype),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import checks
 from .attention import det_attn
 from .sdpa import cast_for_autocast, draw_seed, same_width
-from .varlen import sequence_positions
+from .varlen import sequences_of
 
 
 def attention(
@@ -167,8 +167,8 @@ def _check_starts(cu_seq_lens_q, cu_seq_lens_k, query):
 def _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window):
     """Packed sequences by their starts: within each the last query sees the last key. Queries behind the last sequence
     attend nothing."""
-    token = torch.arange(q_len, device=cu_seq_lens_q.device)
-    sequence, _ = sequence_positions(cu_seq_lens_q, q_len)
+    token, sequence = sequences_of(cu_seq_lens_q.to(torch.int64), q_len)
+    sequence = sequence.clamp(max=len(cu_seq_lens_q) - 2)
     begin, end = cu_seq_lens_k[sequence].to(torch.int64), cu_seq_lens_k[sequence + 1].to(torch.int64)
     own = end - cu_seq_lens_q[sequence + 1] + token
     if window[0] >= 0:

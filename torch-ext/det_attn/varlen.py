@@ -9,6 +9,7 @@ from typing import Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import checks
 from .attention import fused
@@ -43,7 +44,9 @@ def det_attn_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 [N + 1] on q's device, 0 first, never falling: sequence n is rows
             cu_seqlens[n] to cu_seqlens[n + 1]. Sequences may be empty. Their values are not checked: that would mean
             waiting for the device. Rows of q behind the last sequence give 0.
-        max_seqlen_q, max_seqlen_k: ints, as FlashAttention takes them; nothing depends on them.
+        max_seqlen_q: int, as FlashAttention takes it; nothing depends on it.
+        max_seqlen_k: int, at least the keys of the longest sequence. Where cu_seqlens_q and cu_seqlens_k are the same
+            memory it bounds the workspace on a GPU, and rows of sequences longer than it may become NaN there.
         causal: in each sequence the last query sees the last key, as `det_attn` has it by default.
         window, softcap, scale, precision, out_dtype, path: those of `det_attn`, in each sequence.
         alibi_slopes: float32 [Hq], one slope a head for all sequences; distances are those within a sequence.
@@ -70,39 +73,45 @@ def det_attn_varlen(
         _lengths(seqused_k, "seqused_k", q, sequences)
     checks.length(max_seqlen_q, "max_seqlen_q")
     checks.length(max_seqlen_k, "max_seqlen_k")
-    starts = cu_seqlens_k[:-1]
+    starts, ends = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     if block_table is not None:
         checks.no_gradient("det_attn_varlen with a block_table", q=q, k=k, v=v)
         checks.table(block_table, q, sequences)
         checks.pages(k, v, block_table)
         k, v = _gathered(k, block_table), _gathered(v, block_table)
-        starts = torch.arange(sequences, device=q.device) * (k.shape[0] // sequences)
+        starts = torch.arange(sequences, dtype=torch.int32, device=q.device) * (k.shape[0] // sequences)
+        ends = starts + (cu_seqlens_k.diff() if seqused_k is None else seqused_k)
+    elif seqused_k is not None:
+        ends = starts + seqused_k
     Q, K, V = _heads_first(q, "q"), _heads_first(k, "k"), _heads_first(v, "v")
     q_shape, k_shape = checks.queries_keys(Q, K)
     checks.values(V, K)
     if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
         raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}, must be [Hq]: one for all sequences")
 
-    lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    of_query, query = sequence_positions(cu_seqlens_q, q_shape[2])
-    position = query + (lengths - cu_seqlens_q.diff())[of_query]  # among the keys of the sequence
-    begin = starts[of_query]
-    end = torch.where(query >= 0, begin + lengths[of_query], begin)
-    key_ranges = torch.stack([begin, end, begin + position], 1).to(torch.int32)[None]
-    rows, keys = None, None
+    # Of each sequence the first key, the end, and how far a query's place lies behind its row; a last one has no keys.
+    table = pad(torch.stack([starts, ends, ends - cu_seqlens_q[1:]], 1), (0, 0, 0, 1))
+    rows, of_query = sequences_of(cu_seqlens_q, q_shape[2])
+    key_ranges = table.index_select(0, of_query)
+    key_ranges[:, 2] += rows
+    query_ids, key_ids = None, None
     if checks.dropout_probability(dropout_p) > 0:
-        rows = ((of_query << 32) + (position & 0xFFFFFFFF))[None]
-        keys = _key_positions(starts, k_shape[2])
+        place = (key_ranges[:, 2] - key_ranges[:, 0]).to(torch.int64)  # among the keys of the sequence
+        query_ids = ((of_query.to(torch.int64) << 32) + (place & 0xFFFFFFFF))[None]
+        key_ids = _key_positions(starts, k_shape[2])
     diagonal, modifiers = checks.modifiers(
-        Q, k_shape, causal, 0, 0, None, window, softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed, 0, rows,
-        keys,
+        Q, k_shape, causal, 0, 0, None, window, softcap, alibi_slopes, key_ranges[None], dropout_p, dropout_seed, 0,
+        query_ids, key_ids,
     )  # fmt: skip
     scale = checks.softmax_scale(scale, q_shape[3])
     checks.precision_name(precision)
     checks.path_name(path, Q)
     checks.output_dtype(out_dtype)
     call = (causal, scale, precision, diagonal, 0, k_shape[2])
-    return fused(Q, K, V, call, modifiers, out_dtype, path)[0][0].transpose(0, 1)
+    reach = -1
+    if block_table is None and seqused_k is None and _are_one(cu_seqlens_q, cu_seqlens_k):
+        reach = _reach(max_seqlen_k, causal, modifiers.window_left, modifiers.window_right)
+    return fused(Q, K, V, call, modifiers, out_dtype, path, reach)[0][0].transpose(0, 1)
 
 
 def _lengths(x, name, q, size):
@@ -119,11 +128,23 @@ def _heads_first(x, name):
     return x.transpose(0, 1)[None]
 
 
-def sequence_positions(cu_seqlens, total):
-    """The sequence of each of `total` rows and its place there, int64; -1 for rows behind the last sequence."""
-    rows = torch.arange(total, device=cu_seqlens.device)
-    of = (torch.searchsorted(cu_seqlens.to(torch.int64), rows, right=True) - 1).clamp(0, cu_seqlens.shape[0] - 2)
-    return of, torch.where(rows < cu_seqlens[-1], rows - cu_seqlens[of], -1)
+def sequences_of(cu_seqlens, total):
+    """(0 to total - 1 in cu_seqlens' dtype, the sequence of each of these rows, int32: N behind the last sequence)."""
+    rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return rows, torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True, out_int32=True)
+
+
+def _are_one(a, b):
+    """Whether both are the same memory, which the host sees without their values. A compiler sees names alone."""
+    return a is b or (not torch.compiler.is_compiling() and a.is_set_to(b))
+
+
+def _reach(longest, causal, left, right):
+    """Where queries and keys are packed alike: to how many keys before and behind its own row a query's keys extend."""
+    before = longest - 1 if left < 0 else min(left, longest - 1)
+    if causal:
+        return before
+    return before + (longest - 1 if right < 0 else min(right, longest - 1))
 
 
 def _key_positions(starts, total):
