@@ -46,6 +46,15 @@ RowKind parse_kind(const std::string& name) {
   return RowKind::kValue;
 }
 
+// G of the gradient with respect to rows of a kind.
+int parse_gradient_bits(const std::string& kind) {
+  switch (parse_kind(kind)) {
+    case RowKind::kQuery: return kQueryGradientBits;
+    case RowKind::kKey: return kKeyGradientBits;
+    default: return kValueGradientBits;
+  }
+}
+
 DType parse_dtype(ScalarType dtype, const char* name) {
   if (dtype == ScalarType::Float) return DType::kFloat32;
   if (dtype == ScalarType::BFloat16) return DType::kBFloat16;
@@ -485,8 +494,9 @@ std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Ten
   return {dq, dk, dv};
 }
 
-Tensor grad_finalize(const Tensor& sums, const Tensor& reference, double scale, const std::string& precision,
-                     ScalarType out_dtype) {
+Tensor grad_finalize(const Tensor& sums, const Tensor& reference, const std::string& kind, double scale,
+                     const std::string& precision, ScalarType out_dtype) {
+  const int gradient_bits = parse_gradient_bits(kind);
   const DType dtype = parse_dtype(out_dtype, "out_dtype");
   const Precision bits = parse_precision(precision);
   check_scale(scale);
@@ -505,8 +515,8 @@ Tensor grad_finalize(const Tensor& sums, const Tensor& reference, double scale, 
     Call call(sums.device());
     const Tensor digits = torch::stable::contiguous(sums), references = torch::stable::contiguous(reference);
     call->grad_finalize(call.context, static_cast<const int64_t*>(digits.const_data_ptr()),
-                        static_cast<const int32_t*>(references.const_data_ptr()), reference.numel(), head_dim, scale,
-                        bits, out.mutable_data_ptr(), dtype);
+                        static_cast<const int32_t*>(references.const_data_ptr()), reference.numel(), head_dim,
+                        gradient_bits, scale, bits, out.mutable_data_ptr(), dtype);
   }
   return out;
 }

@@ -81,9 +81,9 @@ std::tuple<Tensor, Tensor, Tensor> grad_accumulate(const Tensor& grad, const Ten
                                                    bool need_k, bool need_v, DET_MODIFIER_PARAMETERS,
                                                    const std::string& path);
 
-// sums [..., D, 3], reference [...] -> out [..., D].
-Tensor grad_finalize(const Tensor& sums, const Tensor& reference, double scale, const std::string& precision,
-                     ScalarType out_dtype);
+// sums [..., D, 3], reference [...] -> out [..., D]. kind: "query" for dQ, "key" for dK, "value" for dV.
+Tensor grad_finalize(const Tensor& sums, const Tensor& reference, const std::string& kind, double scale,
+                     const std::string& precision, ScalarType out_dtype);
 
 // The fused call -> dQ, dK, dV in the dtype and layout of q, k, v; of shape [0] where not needed.
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,

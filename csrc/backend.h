@@ -55,9 +55,9 @@ struct Backend {
                           int64_t* dq, int64_t* dk, int64_t* dv);
 
   // sums [count, head_dim, kGradientDigits] (normal or not), reference [count] -> out [count, head_dim] contiguous.
-  // scale is the call's for dQ, 1 for dK and dV.
+  // gradient_bits is G of this gradient; scale is the call's for dQ, 1 for dK and dV.
   void (*grad_finalize)(const Context&, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim,
-                        double scale, Precision precision, void* out, DType out_dtype);
+                        int gradient_bits, double scale, Precision precision, void* out, DType out_dtype);
 
   // The three of them fused, without the sums in memory as a whole. A view without data is not computed.
   void (*backward)(const Context&, const Gradient&, const MutableView& dq, const MutableView& dk,

@@ -272,10 +272,18 @@ DET_HD float output_of(double num, int64_t den, int64_t special, int weight_bits
 
 // ---- Section 8: gradients --------------------------------------------------------------------------------------
 
-constexpr int kGradientBits = 23;  // G: a term of a gradient sum is an integer in [-2^G, 2^G]
-constexpr int kQueryGradientBits = kGradientBits;  // G of the terms of dQ,
-constexpr int kKeyGradientBits = kGradientBits;    // of dK,
-constexpr int kValueGradientBits = kGradientBits;  // of dV, which are never negative
+constexpr int kQueryGradientBits = 23;  // G of the terms of dQ,
+constexpr int kKeyGradientBits = 24;    // of dK,
+constexpr int kValueGradientBits = 24;  // of dV, which are never negative
+constexpr int kMostGradientBits = 24;
+static_assert(kQueryGradientBits <= kMostGradientBits && kKeyGradientBits <= kMostGradientBits &&
+                  kValueGradientBits <= kMostGradientBits,
+              "no gradient's terms may be longer");
+// L, the largest a term can be: what the largest float32 below 2^G rounds to.
+DET_HD constexpr int32_t largest_term(int gradient_bits) {
+  return gradient_bits < 24 ? int32_t(1) << gradient_bits : (int32_t(1) << 24) - 1;
+}
+constexpr int32_t kLargestTerm = largest_term(kMostGradientBits);
 // References as int32: no nonzero term; and a term that is not a number, which makes the gradient row NaN.
 constexpr int32_t kReferenceEmpty = INT32_MIN;
 constexpr int32_t kReferencePoisoned = INT32_MAX;
@@ -328,19 +336,19 @@ DET_HD int reference_from_public(int32_t reference) {
                                       : (reference > kHighestReference ? kHighestReference : reference);
 }
 
-// A term of a gradient sum: x * 2^n, clamped to [-2^G, 2^G] and rounded. A NaN ends at 2^G.
+// A term of a gradient sum: x * 2^n, clamped to [-L, L] and rounded. A NaN ends at L.
 DET_HD int32_t gradient_term(float x, int n, int gradient_bits) {
-  const double limit = static_cast<double>(1 << gradient_bits);
+  const double limit = static_cast<double>(largest_term(gradient_bits));
   const double y = scale_pow2(static_cast<double>(x), n < -1200 ? -1200 : (n > 2000 ? 2000 : n));  // beyond: 0, limit
   const double below = y < limit ? y : limit;
   return static_cast<int32_t>(rne(below > -limit ? below : -limit));
 }
 
 // One row of a gradient: f64 of the exact integer sum -> float32. scale is 1 for dK and dV.
-DET_HD float gradient_of(double sum, int32_t reference, double scale, int operand_bits) {
+DET_HD float gradient_of(double sum, int32_t reference, double scale, int gradient_bits, int operand_bits) {
   if (reference == kReferencePoisoned) return float_of(kQuietNan);
   if (reference == kReferenceEmpty || sum == 0.0) return 0.0f;
-  const int n = reference_from_public(reference) - kGradientBits - (operand_bits - 1);
+  const int n = reference_from_public(reference) - gradient_bits - (operand_bits - 1);
   return static_cast<float>(mul_f64(scale, scale_pow2(sum, n)));
 }
 

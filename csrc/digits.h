@@ -128,9 +128,9 @@ DET_HD double digits_round(const int64_t* digits, int64_t stride) {
 }
 
 // ---- Section 8: gradient sums ----------------------------------------------------------------------------------
-// A gradient sum is a plain integer of three digits: digit k weighs 2^(32k). |sum| <= 2^G * 2^(b-1) * 2^31 terms.
+// A gradient sum is a plain integer of three digits: digit k weighs 2^(32k). |sum| <= L * 2^(b-1) * 2^31 terms.
 constexpr int kGradientDigits = 3;
-static_assert(kGradientBits + (kHighest.operand_bits - 1) + 31 < 2 * kDigitBits + 31,
+static_assert(kMostGradientBits + (kHighest.operand_bits - 1) + 31 < 2 * kDigitBits + 31,
               "the top digit must hold 2^31 of the largest terms, with room for shards");
 
 // digits += x

@@ -433,7 +433,7 @@ def det_attn(Q, K, V, causal=False, scale=None, *, precision="highest", q_offset
 
 # -- 8. Gradients ------------------------------------------------------------------------------------------------
 
-G = 23
+G = {"dQ": 23, "dK": 24, "dV": 24}  # a term is an integer of G bits and a sign
 NO_TERM = np.iinfo(np.int64).min // 2  # a reference over no nonzero term
 
 
@@ -459,7 +459,7 @@ def pair_gradients(W, DEN, v, ev, o, eo, delta, b, T, kept, r, slope):
         return np.where(kept, p * r, np.float32(0)), np.where(W > 0, ds, np.float32(0))
 
 
-def gradient_sum(terms, exponents, integers, reference, b):
+def gradient_sum(terms, exponents, integers, reference, b, G):
     """f64 of sum_s rne(terms[.., s] * 2^(exponents[s] + G - reference)) * integers[s, :], over the last axis of terms.
 
     terms [R, S], exponents [S], integers [S, D], reference [R]; the sum is an exact integer, rounded once, then scaled.
@@ -468,8 +468,8 @@ def gradient_sum(terms, exponents, integers, reference, b):
     reference = np.where(empty, 0, reference)
     short = np.rint(np.ldexp(terms.astype(np.float64), exponents[None, :] + G - reference[:, None]))
     total = np.zeros((terms.shape[0], integers.shape[1]), object)
-    for part in range(0, terms.shape[1], 2**16):  # 2^16 products of 2^46 fit an int64
-        piece = slice(part, part + 2**16)
+    for part in range(0, terms.shape[1], 2**15):  # 2^15 products of 2^47 fit an int64
+        piece = slice(part, part + 2**15)
         total += (short[:, piece].astype(np.int64) @ integers[piece].astype(np.int64)).astype(object)
     scaled = np.ldexp(total.astype(np.float64), (reference - G - (b - 1))[:, None])
     return np.where(empty[:, None], 0.0, scaled)
@@ -523,7 +523,7 @@ def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_o
         ds = np.where(overflow, np.float32(0), ds)
         A[at] = (exponent(ds) + ek[to][None, :]).max(-1, initial=NO_TERM)
         A[at] = np.where((ds != 0).any(-1), A[at], NO_TERM)
-        total = gradient_sum(ds, ek[to], k[to], A[at], b)
+        total = gradient_sum(ds, ek[to], k[to], A[at], b, G["dQ"])
         dQ[at] = np.where(total == 0, 0, scale * total)
         pairs.setdefault(to, []).append((at, p, ds))
     for to, heads in pairs.items():  # dK and dV sum over every query head of the group
@@ -532,8 +532,8 @@ def gradients(Q, K, V, dO, causal=False, scale=None, *, precision="highest", q_o
         eqs, eos = (np.concatenate([x[head[0]] for head in heads]) for x in (eq, eo))
         B[to] = np.where((ds != 0).any(-1), (exponent(ds) + eqs).max(-1, initial=NO_TERM), NO_TERM)
         C[to] = np.where((p != 0).any(-1), (exponent(p) + eos).max(-1, initial=NO_TERM), NO_TERM)
-        dK[to] = gradient_sum(ds, eqs, qs, B[to], b)
-        dV[to] = gradient_sum(p, eos, os, C[to], b)
+        dK[to] = gradient_sum(ds, eqs, qs, B[to], b, G["dK"])
+        dV[to] = gradient_sum(p, eos, os, C[to], b, G["dV"])
     dQ[bad_q | over_q], dK[bad_k | over_k], dV[bad_k] = np.nan, np.nan, np.nan
     with np.errstate(over="ignore", under="ignore"):
         return Gradients(*(x.astype(np.float32) for x in (dQ, dK, dV)), A, B, C)

@@ -608,7 +608,10 @@ def test_opcheck(kernel, device, name, modified):
         arguments = {
             "grad_reference": [(*given, *call, *last)],
             "grad_accumulate": [(*given, *references, *call, *need, *last) for need in NEED],
-            "grad_finalize": [(sums[0], references[0], 0.25, "highest", Q.dtype)],
+            "grad_finalize": [
+                (sums[0], references[0], "query", 0.25, "highest", Q.dtype),
+                (sums[1], references[1], "key", 1.0, "highest", Q.dtype),
+            ],
             "backward": [(*given, *call, *need, *last) for need in NEED],
             "forward": [(*leaves, *call, torch.float32, *last, reach) for reach in (-1, 5)],
         }

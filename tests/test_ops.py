@@ -70,7 +70,9 @@ GRADIENT_SCHEMAS = {
     "grad_reference": f"{GRADIENT_INPUTS}{GRADIENT_CALL}{MODIFIERS}str path) -> (Tensor a, Tensor b, Tensor c)",
     "grad_accumulate": f"{GRADIENT_INPUTS}Tensor a, Tensor b, Tensor c, {GRADIENT_CALL}{GRADIENT_NEED}{MODIFIERS}"
     "str path) -> (Tensor dq, Tensor dk, Tensor dv)",
-    "grad_finalize": "(Tensor sums, Tensor reference, float scale, str precision, ScalarType out_dtype) -> Tensor",
+    "grad_finalize": (
+        "(Tensor sums, Tensor reference, str kind, float scale, str precision, ScalarType out_dtype) -> Tensor"
+    ),
     "backward": (
         f"{GRADIENT_INPUTS}{GRADIENT_CALL}{GRADIENT_NEED}{MODIFIERS}str path) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),

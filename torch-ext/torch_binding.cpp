@@ -38,7 +38,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor b, Tensor c, bool causal, float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, "
       "bool need_q, bool need_k, bool need_v, " MODIFIERS "str path) -> (Tensor dq, Tensor dk, Tensor dv)");
   ops.def(
-      "grad_finalize(Tensor sums, Tensor reference, float scale, str precision, ScalarType out_dtype) -> Tensor");
+      "grad_finalize(Tensor sums, Tensor reference, str kind, float scale, str precision, ScalarType out_dtype) "
+      "-> Tensor");
   ops.def(
       "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rowmax, Tensor den, bool causal, "
       "float scale, str precision, SymInt diagonal, SymInt kv_lo, SymInt kv_hi, bool need_q, bool need_k, bool need_v, "

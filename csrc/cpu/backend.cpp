@@ -84,9 +84,9 @@ const Backend& cpu_backend() {
       },
       [](const Context&, const Gradient& call, const int32_t* a, const int32_t* b, const int32_t* c, int64_t* dq,
          int64_t* dk, int64_t* dv) { cpu::grad_accumulate(call, a, b, c, dq, dk, dv); },
-      [](const Context&, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim, double scale,
-         Precision precision, void* out, DType out_dtype) {
-        cpu::grad_finalize(sums, reference, count, head_dim, scale, precision, out, out_dtype);
+      [](const Context&, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim,
+         int gradient_bits, double scale, Precision precision, void* out, DType out_dtype) {
+        cpu::grad_finalize(sums, reference, count, head_dim, gradient_bits, scale, precision, out, out_dtype);
       },
       [](const Context&, const Gradient& call, const MutableView& dq, const MutableView& dk, const MutableView& dv) {
         cpu::backward(call, dq, dk, dv);

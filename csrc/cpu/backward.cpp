@@ -20,11 +20,12 @@ constexpr int64_t kPairBytes = int64_t(1) << 27;    // p and ds kept at a time b
 constexpr int64_t kUnitsPerThread = 4;              // enough to balance causal blocks
 constexpr int64_t kTilesPerSplit = 4;               // shorter ranges are not worth meeting again
 
-// Terms of 2^kGradientBits times integers of 2^(b-1), one tile of them, are summed in float64; whole tiles in int64.
-constexpr int64_t kTilesPerFlush = 512;
-static_assert((int64_t(kKeyTile) << (kGradientBits + kHighest.operand_bits - 1)) <= int64_t(1) << 53,
-              "the terms of one tile must sum exactly in float64");
-static_assert(kTilesPerFlush <= int64_t(1) << (62 - 53), "the tiles of one flush must sum exactly in int64");
+// Terms of at most 2^G times integers of 2^(b-1) are summed in float64 over so many columns, and then in int64.
+constexpr int exact_columns(int gradient_bits) { return 1 << (53 - gradient_bits - (kHighest.operand_bits - 1)); }
+static_assert(exact_columns(kMostGradientBits) % kPanel == 0, "a cut tile must keep whole panels of columns");
+constexpr int64_t kTilesPerFlush = 256;
+static_assert(kTilesPerFlush * kKeyTile <= int64_t(1) << (62 - kMostGradientBits - (kHighest.operand_bits - 1)),
+              "the tiles of one flush must sum exactly in int64");
 
 enum Wanted : int { kReferences = 1, kQueryGradient = 2, kKeyGradient = 4 };
 
@@ -210,6 +211,7 @@ struct Target {
   const int32_t* reference;  // of the round's first row
   int bias;                  // the column unit is 2^(exponent - bias)
   bool of_p;                 // the term is p, not ds
+  int bits;                  // G
   int64_t set_stride;        // rows from one set to the next
   int64_t* digits;           // [.., head_dim, kGradientDigits]
 };
@@ -242,20 +244,24 @@ class SumWorker {
     const int64_t tile_id = set * target.factor.tiles + tile;
     const int32_t* reference = target.reference + set * target.set_stride + block.first;
     const int columns = pairs_.columns();
+    const double limit = static_cast<double>(largest_term(target.bits));
     for (int r = 0; r < block.rows; ++r) {
       double* t = terms_.data() + r * kScoreStride;
       if (reference[r] == kReferenceEmpty || reference[r] == kReferencePoisoned) {
         std::fill(t, t + columns, 0.0);
         continue;
       }
-      const int up = kGradientBits - (reference_from_public(reference[r]) - target.bias);
+      const int up = target.bits - (reference_from_public(reference[r]) - target.bias);
       const double unit = pow2(std::max(-1000, up));  // from there on every term is 0
       kernels_.short_terms(target.of_p ? pairs_.p(r) : pairs_.ds(r), target.column_unit.data() + tile_id * kKeyTile,
-                           unit, columns, t);
+                           unit, limit, columns, t);
     }
-    kernels_.gemm(terms_.data(), kScoreStride, block.rows, target.factor.panels(tile_id), kKeyTile * kPanel,
-                  width_ / kPanel, columns, acc_.data(), width_, false);
-    kernels_.add_integers(acc_.data(), static_cast<int64_t>(block.rows) * width_, sums);
+    const int most = exact_columns(target.bits);
+    for (int j = 0; j < columns; j += most) {
+      kernels_.gemm(terms_.data() + j, kScoreStride, block.rows, target.factor.panels(tile_id) + j * kPanel,
+                    kKeyTile * kPanel, width_ / kPanel, std::min(most, columns - j), acc_.data(), width_, false);
+      kernels_.add_integers(acc_.data(), static_cast<int64_t>(block.rows) * width_, sums);
+    }
   }
 
   // Into the digits. Blocks that share rows with another split add atomically.
@@ -303,17 +309,21 @@ void sums_round(const Problem& problem, const BackwardPack& pack, const int32_t*
                 int64_t* dq, int64_t* dk, int64_t* dv) {
   const QueryState& query = pack.query;
   std::vector<Target> of_query, of_key;
-  if (dq) of_query.push_back({pack.k, pack.key.score_unit, a, 0, false, pack.queries.rows(), dq});
-  if (dk) of_key.push_back({pack.q, query.key_term_unit, b, kQueryExponentBias, false, problem.kv_len, dk});
-  if (dv) of_key.push_back({pack.grad, query.value_term_unit, c, 0, true, problem.kv_len, dv});
+  if (dq) of_query.push_back({pack.k, pack.key.score_unit, a, 0, false, kQueryGradientBits, pack.queries.rows(), dq});
+  if (dk) {
+    of_key.push_back({pack.q, query.key_term_unit, b, kQueryExponentBias, false, kKeyGradientBits, problem.kv_len, dk});
+  }
+  if (dv) {
+    of_key.push_back({pack.grad, query.value_term_unit, c, 0, true, kValueGradientBits, problem.kv_len, dv});
+  }
   sum_round(problem, pack, true, of_query);
   sum_round(problem, pack, false, of_key);
 }
 
 int wanted_sums(bool dq, bool dk, bool dv) { return (dq ? kQueryGradient : 0) | (dk || dv ? kKeyGradient : 0); }
 
-void round_rows(const int64_t* sums, const int32_t* reference, int64_t rows, double scale, const RowSet& where,
-                int64_t set_lo, int64_t head_dim, Precision precision, const MutableView& out) {
+void round_rows(const int64_t* sums, const int32_t* reference, int64_t rows, int gradient_bits, double scale,
+                const RowSet& where, int64_t set_lo, int64_t head_dim, Precision precision, const MutableView& out) {
   const View places{out.data, out.stride_batch, out.stride_head, out.stride_row, out.dtype};
   run_ranges(rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -321,7 +331,7 @@ void round_rows(const int64_t* sums, const int32_t* reference, int64_t rows, dou
       for (int64_t d = 0; d < head_dim; ++d) {
         const double sum = gradient_digits_round(sums + (row * head_dim + d) * kGradientDigits);
         store_element(out.data, offset + d, out.dtype,
-                      gradient_of(sum, reference[row], scale, precision.operand_bits));
+                      gradient_of(sum, reference[row], scale, gradient_bits, precision.operand_bits));
       }
     }
   });
@@ -365,10 +375,11 @@ void grad_accumulate(const Gradient& call, const int32_t* a, const int32_t* b, c
   if (dv) normalise(dv, key_numbers);
 }
 
-void grad_finalize(const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim, double scale,
-                   Precision precision, void* out, DType out_dtype) {
+void grad_finalize(const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim, int gradient_bits,
+                   double scale, Precision precision, void* out, DType out_dtype) {
   const RowSet rows{1, count, 0, 1};
-  round_rows(sums, reference, count, scale, rows, 0, head_dim, precision, {out, 0, 0, head_dim, out_dtype});
+  round_rows(sums, reference, count, gradient_bits, scale, rows, 0, head_dim, precision,
+             {out, 0, 0, head_dim, out_dtype});
 }
 
 void backward(const Gradient& call, const MutableView& dq, const MutableView& dk, const MutableView& dv) {
@@ -394,10 +405,14 @@ void backward(const Gradient& call, const MutableView& dq, const MutableView& dk
     sums_round(p, pack, a.data(), b.data() + lo, c.data() + lo, dq_sums, dk_sums ? dk_sums + lo * row : nullptr,
                dv_sums ? dv_sums + lo * row : nullptr);
     const RowSet all_keys{1, p.kv_len, 0, p.kv_heads};
-    const int64_t depth = p.head_dim;
-    if (dq_sums) round_rows(dq_sums, a.data(), queries, p.scale, pack.queries, pack.set_lo, depth, p.precision, dq);
-    if (dk_sums) round_rows(dk_sums, b.data(), keys, 1.0, all_keys, pack.set_lo, depth, p.precision, dk);
-    if (dv_sums) round_rows(dv_sums, c.data(), keys, 1.0, all_keys, pack.set_lo, depth, p.precision, dv);
+    const auto round = [&](const int64_t* sums, const Buffer<int32_t>& reference, int64_t rows, int gradient_bits,
+                           double scale, const RowSet& where, const MutableView& out) {
+      if (sums == nullptr) return;
+      round_rows(sums, reference.data(), rows, gradient_bits, scale, where, pack.set_lo, p.head_dim, p.precision, out);
+    };
+    round(dq_sums, a, queries, kQueryGradientBits, p.scale, pack.queries, dq);
+    round(dk_sums, b, keys, kKeyGradientBits, 1.0, all_keys, dk);
+    round(dv_sums, c, keys, kValueGradientBits, 1.0, all_keys, dv);
   });
 }
 

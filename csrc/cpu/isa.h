@@ -98,8 +98,8 @@ struct TileKernels {
   double (*magnitudes)(const float* p, const float* ds, int n, const double* key_unit, double query_unit,
                        double grad_unit, double* b, double* c);
 
-  // t_j = rne(x_j * column_unit_j * row_unit), clamped to [-2^kGradientBits, 2^kGradientBits].
-  void (*short_terms)(const float* x, const double* column_unit, double row_unit, int n, double* t);
+  // t_j = rne(x_j * column_unit_j * row_unit), clamped to [-limit, limit]; limit is an integer.
+  void (*short_terms)(const float* x, const double* column_unit, double row_unit, double limit, int n, double* t);
 
   // out_kj = x_jk for kPanel k and n j, rows of kKeyTile on both sides.
   void (*turn_pairs)(const float* x, int n, float* out);

@@ -322,8 +322,7 @@ double magnitudes(const float* p, const float* ds, int n, const double* key_unit
 }
 
 // Clamped before it is rounded, which gives the same and keeps the magic number's range. A NaN ends at the limit.
-void short_terms(const float* x, const double* column_unit, double row_unit, int n, double* t) {
-  const double limit = static_cast<double>(1 << kGradientBits);
+void short_terms(const float* x, const double* column_unit, double row_unit, double limit, int n, double* t) {
   for (int j = 0; j < n; ++j) {
     double y = static_cast<double>(x[j]) * column_unit[j] * row_unit;
     y = y < limit ? y : limit;

@@ -204,7 +204,7 @@ __global__ void round_gradient_kernel(const __grid_constant__ Problem p, const _
     if (job.digit_stride != 0) digits[1] += at[job.digit_stride];
     sum = gradient_digits_round(digits);
   }
-  const float value = gradient_of(sum, r, scale, p.precision.operand_bits);
+  const float value = gradient_of(sum, r, scale, job.bits, p.precision.operand_bits);
   const Pair place =
       OF_QUERY ? pair_in_call(p, head, row, 0) : Pair{head / p.kv_heads, head % p.kv_heads, row, 0};
   store_element(out.data, offset_of(out, place) + dim, out.dtype, value);
@@ -216,11 +216,11 @@ __global__ void normalise_sums_kernel(int64_t* digits, int64_t count) {
 }
 
 __global__ void grad_finalize_kernel(const int64_t* sums, const int32_t* reference, int64_t elements, int64_t head_dim,
-                                     double scale, int operand_bits, void* out, DType out_dtype) {
+                                     int gradient_bits, double scale, int operand_bits, void* out, DType out_dtype) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= elements) return;
   const double sum = gradient_digits_round(sums + i * kGradientDigits);
-  store_element(out, i, out_dtype, gradient_of(sum, reference[i / head_dim], scale, operand_bits));
+  store_element(out, i, out_dtype, gradient_of(sum, reference[i / head_dim], scale, gradient_bits, operand_bits));
 }
 
 }  // namespace
@@ -294,11 +294,11 @@ void normalise_sums(const Context& ctx, int64_t* digits, int64_t count) {
 }
 
 void grad_finalize(const Context& ctx, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim,
-                   double scale, Precision precision, void* out, DType out_dtype) {
+                   int gradient_bits, double scale, Precision precision, void* out, DType out_dtype) {
   const int64_t elements = count * head_dim;
   if (elements == 0) return;
   grad_finalize_kernel<<<grid_of(ceil_div(elements, kThreads)), kThreads, 0, stream_of(ctx)>>>(
-      sums, reference, elements, head_dim, scale, precision.operand_bits, out, out_dtype);
+      sums, reference, elements, head_dim, gradient_bits, scale, precision.operand_bits, out, out_dtype);
   check_launch("grad_finalize_kernel");
 }
 

@@ -9,11 +9,18 @@
 
 namespace det_attn::cuda {
 
-// A term in [-2^G, 2^G] is three bytes, the top one signed where terms are. Then 2^23 itself does not fit: it is kept
-// as -2^23, and a fourth plane holds 128 there, which is multiplied twice at the top plane's position: 2 * 128 * 2^16.
+// A term is three bytes: unsigned ones for dV, whose terms are never negative. Elsewhere the top one is signed and holds
+// bits 16 to 22 and the sign, so 2^23 is missing where |t| >= 2^23: a fourth plane holds +-64 there, which is multiplied
+// twice at the top plane's position, 2 * 64 * 2^16, wherever a block of terms has any.
 constexpr int kTermPlanes = 3;
-static_assert(kQueryGradientBits <= 23 && kKeyGradientBits <= 23, "signed terms must fit three bytes and that repair");
-static_assert(kValueGradientBits <= 23, "unsigned terms up to 2^G must fit three bytes");
+static_assert(kLargestTerm < 1 << 24, "terms must fit three bytes, and a sign");
+
+// Four terms as planes, all four bytes of each: the top plane as above. Returns what the fourth plane holds.
+__device__ __forceinline__ uint32_t split_sign(uint32_t (&planes)[4]) {
+  const uint32_t missing = (planes[2] ^ planes[3]) & 0x80808080u;
+  planes[2] ^= missing;
+  return missing >> 1 | (missing & planes[3]);
+}
 
 // FETCHES steps of pairs are on their way from memory at a time: two where shared memory has room for them.
 template <int V_PLANES, int DIMS, int FETCHES>
@@ -35,11 +42,12 @@ struct GradientTile {
   static constexpr int kFetchAt = 2 * (kTermBytes + kFactorBytes), kExponentsAt = kFetchAt + FETCHES * kFetchBytes;
   static constexpr int kShiftsAt = kExponentsAt + kExponents * kStep * 4;
   static constexpr int kMostSteps = 256, kStepsAt = kShiftsAt + kRows * 4;
-  static constexpr int kSharedBytes = kStepsAt + kMostSteps * 4;
+  static constexpr int kMissingAt = kStepsAt + kMostSteps * 4;
+  static constexpr int kSharedBytes = kMissingAt + 2 * kWarps;
 };
 static_assert(GradientTile<3, 128, 1>::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
 
-// x * 2^n clamped to [-2^G, 2^G] and rounded, as gradient_term(), in float32: scaling by a power of two is exact, or
+// x * 2^n clamped to [-L, L] and rounded, as gradient_term(), in float32: scaling by a power of two is exact, or
 // ends below 2^-126, where the term is 0, or above 2^127, where it is clamped. Two factors, since n leaves float32's
 // exponents; beyond [-252, 254] the term is 0 or clamped whatever x is.
 __device__ __forceinline__ int32_t quick_term(float x, int n, float limit) {
@@ -73,7 +81,7 @@ struct GradientSums {
   const float4* pairs;    // its pairs, and
   const uint8_t* factor;  // its piece of the factor's planes, at inner row inner_zero and at inner row 0
   int inner_zero;
-  unsigned dirty;  // bit s: the thread left something in the fourth plane of stage s
+  unsigned dirty;  // bit 2 * s + m: the warp left something in the fourth plane of stage s, rows 16 * m to 16 * m + 15
   int32_t acc[Tile::kPositions][2][4][4];
 
   // Shared memory beside the stages: G - reference of the tile's rows, kNoTerms where they have none.
@@ -189,7 +197,7 @@ struct GradientSums {
   // The thread's terms: t[row of the sums / 8][inner row / 8] from x[query row / 8][key / 8].
   __device__ __forceinline__ void terms_of(const float (&x)[4][4], const int (&exponent)[4], const int (&shift)[4],
                                            int32_t (&t)[4][4]) const {
-    const float limit = static_cast<float>(1 << job.bits);
+    const float limit = static_cast<float>(largest_term(job.bits));
     int least = INT32_MAX, most = INT32_MIN, lowest = INT32_MAX, highest = INT32_MIN;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -222,8 +230,11 @@ struct GradientSums {
       }
   }
 
-  // Terms of the fetched pairs into a stage, as byte planes. Returns whether the fourth plane matters.
-  __device__ __forceinline__ bool round_terms(int step) {
+  // For each stage and warp, bit m: whether the fourth plane holds anything in rows 16 * m of the half block it rounds.
+  __device__ __forceinline__ uint8_t* missing() const { return shared + Tile::kMissingAt; }
+
+  // Terms of the fetched pairs into a stage, as byte planes.
+  __device__ __forceinline__ void round_terms(int step) {
     const int stage = step & 1;
     const float4* fetched = reinterpret_cast<const float4*>(shared + Tile::kFetchAt +
                                                             step % Tile::kFetches * Tile::kFetchBytes) + threadIdx.x;
@@ -245,32 +256,32 @@ struct GradientSums {
     const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4;
     uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kRows * 32 + (row_in_tile(0) >> 3) * 256 +
                         (word >> 2) * 128 + (row_in_tile(0) & 7) * 16 + (word & 3) * 4;  // of row i: 256 * i further
-    int32_t top = 0;
+    uint32_t fourth[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t words[4], planes[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        words[k] = static_cast<uint32_t>(t[i][k]);
-        if (SIGNED) top = max(top, t[i][k]);
-      }
+      for (int k = 0; k < 4; ++k) words[k] = static_cast<uint32_t>(t[i][k]);
       byte_planes(words, planes);
+      if (SIGNED) fourth[i] = split_sign(planes);
 #pragma unroll
       for (int p = 0; p < kTermPlanes; ++p)
         *reinterpret_cast<uint32_t*>(to + p * Tile::kTermPlaneBytes + 256 * i) = planes[p];
     }
-    const bool over = SIGNED && top == 1 << 23;
-    if (SIGNED && (over || (dirty >> stage & 1))) {
+    if constexpr (SIGNED) {
+      unsigned any = 0;
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        any |= __any_sync(kFullWarp, (fourth[2 * m] | fourth[2 * m + 1]) != 0) ? 1u << m : 0u;
+      const unsigned write = any | (dirty >> 2 * stage & 3);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        uint32_t bytes = 0;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) bytes |= (t[i][k] == 1 << 23 ? 0x80u : 0u) << (8 * k);
-        *reinterpret_cast<uint32_t*>(to + kTermPlanes * Tile::kTermPlaneBytes + 256 * i) = bytes;
+        if (write >> i / 2 & 1)
+          *reinterpret_cast<uint32_t*>(to + kTermPlanes * Tile::kTermPlaneBytes + 256 * i) = fourth[i];
       }
-      dirty = (dirty & ~(1u << stage)) | static_cast<unsigned>(over) << stage;
+      dirty = (dirty & ~(3u << 2 * stage)) | any << 2 * stage;
+      if (lane == 0) missing()[stage * Tile::kWarps + warp] = static_cast<uint8_t>(any);
     }
-    return over;
   }
 
   // The factor's planes of a step into a stage. Pointers move from plane to plane: their addresses beside one another
@@ -292,12 +303,12 @@ struct GradientSums {
     }
   }
 
-  template <bool A_SIGNED>
+  template <bool A_SIGNED, int FIRST = 0, int END = 2>
   __device__ __forceinline__ void multiply_plane(int plane, const uint32_t (&a)[2][4], const uint32_t (&b)[V][2][4]) {
 #pragma unroll
     for (int v = 0; v < V; ++v)
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
+      for (int m = FIRST; m < END; ++m)
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const uint32_t b0 = b[v][n / 2][(n & 1) * 2], b1 = b[v][n / 2][(n & 1) * 2 + 1];
@@ -309,7 +320,15 @@ struct GradientSums {
         }
   }
 
-  __device__ __forceinline__ void multiply(int stage, bool over) {
+  // Twice the fourth plane's rows 16 * M to 16 * M + 15 of a block.
+  template <int M>
+  __device__ __forceinline__ void multiply_fourth(uint32_t address, uint32_t (&a)[2][4], const uint32_t (&b)[V][2][4]) {
+    load_matrices(a[M], address + M * 512);
+    multiply_plane<true, M, M + 1>(2, a, b);
+    multiply_plane<true, M, M + 1>(2, a, b);
+  }
+
+  __device__ __forceinline__ void multiply(int stage) {
     const int matrix = lane / 8, matrix_row = lane % 8;
     const int warp_m = warp % Tile::kWarpsM, warp_d = warp / Tile::kWarpsM;
     const uint32_t base = shared_address(shared);
@@ -336,10 +355,13 @@ struct GradientSums {
       multiply_plane<false>(1, a, b);
       load_a(2);
       multiply_plane<SIGNED>(2, a, b);
-      if (SIGNED && over) {
-        load_a(3);
-        multiply_plane<false>(2, a, b);
-        multiply_plane<false>(2, a, b);
+      if constexpr (SIGNED) {
+        // Two warps rounded the block, and each knows of its half.
+        const unsigned two = *reinterpret_cast<const uint16_t*>(missing() + stage * Tile::kWarps +
+                                                                (warp_m * Tile::kBlocksK + k) * 2);
+        const uint32_t fourth = a_lane + kTermPlanes * Tile::kTermPlaneBytes + k * Tile::kRows * 32;
+        if (two & 0x0101u) multiply_fourth<0>(fourth, a, b);
+        if (two & 0x0202u) multiply_fourth<1>(fourth, a, b);
       }
     }
   }
@@ -353,22 +375,21 @@ struct GradientSums {
     for (int i = 0; i < kFetches; ++i) fetch(i, count);
     wait_copies<kFetches - 1>();
     __syncthreads();
-    bool over = round_terms(0);
+    round_terms(0);
     fetch(kFetches, count);
 #pragma unroll 1
     for (int step = 0; step < count; ++step) {
       wait_copies<kFetches - 1>();
-      const bool any_over = __syncthreads_or(over);  // this step is there, and the one before has been read
-      over = false;
+      __syncthreads();  // this step is there, and the one before has been read
       if (step + 1 < count) copy_factor(steps()[step + 1], (step + 1) & 1);
       commit_copies();
       // A scheduler's two warps do these in opposite order, so that one multiplies while the other rounds.
 #pragma unroll 1
       for (int phase = 0; phase < 2; ++phase) {
         if ((phase == 0) == (warp < 4)) {
-          multiply(step & 1, any_over);
+          multiply(step & 1);
         } else {
-          if (step + 1 < count) over = round_terms(step + 1);
+          if (step + 1 < count) round_terms(step + 1);
           fetch(step + 1 + kFetches, count);
         }
       }

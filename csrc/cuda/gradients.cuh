@@ -104,11 +104,12 @@ struct SumJob {
   }
 };
 
-// What a CTA sums at most: an int32 digit position takes at most 3 products of an inner row, each at most 255 * 255,
-// and an int64 the whole sum.
+// What a CTA sums at most: an int32 digit position takes at most 3 products of an inner row, each at most 256 * 255
+// (the top digit of a term reaches -256), and an int64 the whole sum. kMostInOneWord rows fit an int64, 2^16 of them.
 constexpr int64_t kMostInnerRows = 8192;
-static_assert(kMostInnerRows * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 position must hold a CTA's part");
-static_assert(kMostInnerRows << (kGradientBits + kHighest.operand_bits - 1) < INT64_MAX / 2, "and an int64 its sum");
+static_assert(kMostInnerRows * 3 * 256 * 255 < (int64_t(1) << 31), "an int32 position must hold a CTA's part");
+constexpr int64_t kMostInOneWord = INT64_MAX / (int64_t(kLargestTerm) << (kHighest.operand_bits - 1));
+static_assert(kMostInnerRows < kMostInOneWord, "and an int64 its sum");
 
 struct GradientSumsArgs {
   Shape shape;
@@ -125,8 +126,6 @@ __device__ __forceinline__ bool term_shift(int32_t reference, int bits, int& shi
   shift = bits - reference_from_public(reference);
   return reference != kReferenceEmpty && reference != kReferencePoisoned;
 }
-
-constexpr int64_t kMostInOneWord = (int64_t(1) << (62 - kGradientBits - (kHighest.operand_bits - 1)));
 
 // sum += x by integer atomics, so in any order.
 __device__ __forceinline__ void add_to_sum(int64_t* digits, int64_t digit_stride, int64_t x) {

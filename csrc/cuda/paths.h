@@ -13,7 +13,7 @@ void finalize(const Context&, const int64_t* num, const int64_t* den, int64_t co
               Precision precision, double rescale, void* out, DType out_dtype);
 
 void grad_finalize(const Context&, const int64_t* sums, const int32_t* reference, int64_t count, int64_t head_dim,
-                   double scale, Precision precision, void* out, DType out_dtype);
+                   int gradient_bits, double scale, Precision precision, void* out, DType out_dtype);
 
 // Float64 FMA with exact partial sums: simple, any sm_80+.
 namespace reference {

@@ -243,7 +243,7 @@ def grad_finalize(
         scale = 1.0
     checks.precision_name(precision)
     checks.output_dtype(out_dtype)
-    return ops.grad_finalize.default(SUM, reference, scale, precision, out_dtype)
+    return ops.grad_finalize.default(SUM, reference, kind, scale, precision, out_dtype)
 
 
 def _call(

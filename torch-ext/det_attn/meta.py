@@ -71,7 +71,7 @@ def _grad_accumulate(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grad_finalize"))
-def _grad_finalize(sums, reference, scale, precision, out_dtype):
+def _grad_finalize(sums, reference, kind, scale, precision, out_dtype):
     return sums.new_empty(sums.shape[:-1], dtype=out_dtype)
 
 

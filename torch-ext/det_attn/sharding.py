@@ -97,8 +97,10 @@ def _backward(dO, Q, K, V, out, rowmax, den, call, shards, need, modifiers, path
 
     _, scale, precision, _ = call
     return tuple(
-        ops.grad_finalize.default(total, reference, factor, precision, Q.dtype) if needed else None
-        for total, reference, factor, needed in zip(sums, references, (scale, 1.0, 1.0), need)
+        ops.grad_finalize.default(total, reference, kind, factor, precision, Q.dtype) if needed else None
+        for total, reference, kind, factor, needed in zip(
+            sums, references, ("query", "key", "value"), (scale, 1.0, 1.0), need
+        )
     )
 
 
