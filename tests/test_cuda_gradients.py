@@ -105,7 +105,7 @@ def test_only_what_is_wanted(kernel, need):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("value", [-(2**31) + 1, -400, -100, -30, -20, -10, 0, 10, 40, 2**31 - 2])
 def test_references_that_no_call_had(kernel, value, precision):
-    """Terms of every size up to the clamp at +-2^G, of which +2^G does not fit the kernels' three bytes."""
+    """Terms of every size up to the clamp, of which those from 2^23 on do not fit the kernels' three bytes."""
     inputs = with_gradient(make("normal", heads=(4, 2), Sq=70, Skv=130, D=40, seed=43))
     out, state = kernel.det_attn(*inputs[:3], return_state=True, precision=precision)
     given = (*inputs, out, state.rowmax, state.den)
@@ -122,7 +122,7 @@ def test_references_that_no_call_had(kernel, value, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("Sq,Skv,D", [(20, 8200, 64), (8200, 20, 64), (3, 20000, 128), (20000, 3, 128)])
 def test_int32_positions_hold_a_part(kernel, Sq, Skv, D, precision):
-    """Long inner dimensions, every factor extreme, every term clamped to +-2^G. One pattern of factors a head."""
+    """Long inner dimensions, every factor extreme, every term at its clamp. One pattern of factors a head."""
     K = torch.cat([extremes(p, (1, 1, Skv, D)) for p in PATTERNS], 1)
     Q = torch.cat([extremes(p, (1, 1, Sq, D)) for p in PATTERNS], 1)
     heads = Q.shape[1]
@@ -142,7 +142,7 @@ def test_int32_positions_hold_a_part(kernel, Sq, Skv, D, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("D", [64, 128, 200])
 def test_one_hot_weights_and_terms_of_all_ones(kernel, D, precision):
-    """Sharp rows, so that p is 1 or 0; values for which ds has 24 ones, whose largest term is +-2^G after rounding."""
+    """Sharp rows, so that p is 1 or 0; values for which ds has 24 ones, the largest term that there can be."""
     Q, K, V = make("sharp", heads=(2, 2), Sq=150, Skv=140, D=D, seed=45)
     inputs = with_gradient((Q * 8, K, V))
     check(kernel, inputs, precision=precision)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import generators
 import oracle
 from conftest import assert_same_bits
-from helpers import NO_MODIFIERS, every_modifier, make, narrow, tensor
+from helpers import NO_MODIFIERS, every_modifier, make, narrow, paths, tensor
 
 VECTORS = pathlib.Path(__file__).parent / "vectors"
 INDEX = json.loads((VECTORS / "index.json").read_text())
@@ -240,7 +240,6 @@ def one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs):
     sizes = dict(B=len(lengths), heads=HEADS[heads], Sq=Sq, Skv=Skv, D=D, dtype=dtype)
     Q, K, V, dO = make_all("normal", device, seed=21, **sizes)
     where = dict(causal=causal, q_offset=q_offset, precision=precision)
-    missed = []  # errors beyond the target, told after every bit has been compared
     for batch, length in enumerate(lengths):  # padding by lengths: a sequence is its rows
         q, k, v, o = (x[batch : batch + 1] for x in (Q, K, V, dO))
         if "padding" in mask:
@@ -261,14 +260,13 @@ def one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs):
             assert_same_bits(found[1], expected[1], "permuted keys: dQ")
             assert_same_bits(found[2], expected[2][:, :, order], "permuted keys: dK")
             assert_same_bits(found[3], expected[3][:, :, order], "permuted keys: dV")
-        missed += check_error(q, k, v, o, expected, causal, q_offset, precision)
+        check_error(q, k, v, o, expected, causal, q_offset, precision)
     if "padding" in mask and causal:
         # Causal rows do not see the padding behind them, so one padded batch gives the same rows.
         keep = [torch.arange(S, device=device)[:, None] < length for length in lengths]
         padded = gradients(lambda *qkv: kernel.det_attn(*qkv, **where), Q, K, V, dO * torch.stack(keep)[:, None])
         for x, y in zip(padded, expected):
             assert_same_bits(x[-1:, :, : lengths[-1]], y, "padded batch")
-    return missed
 
 
 def torch_gradients(q, k, v, o, causal, q_offset, dtype):
@@ -289,24 +287,21 @@ def rms(x, exact):
 
 
 def check_error(q, k, v, o, found, causal, q_offset, precision):
-    """`highest`: at most twice torch's float32 error; `high`: a tenth of torch's bfloat16 error, before rounding.
-
-    Returns what misses the target of `highest`. It is never more than five times torch's error.
-    """
+    """`highest`: at most twice torch's float32 error; `high`: a tenth of torch's bfloat16 error, before rounding."""
     exact = torch_gradients(q, k, v, o, causal, q_offset, torch.float64)
     theirs = torch_gradients(q, k, v, o, causal, q_offset, torch.float32 if precision == "highest" else torch.bfloat16)
-    missed = []
+    # The target is of the GPU. torch's error is smaller on a CPU, where one case (dK, mqa, causal, D 96, S 2048) has 2.01
+    # times as much.
+    limit = 2 if q.is_cuda else 2.1
     for name, x, y, z in zip(NAMES, found[1:], exact, theirs):
         if precision == "highest":
             # The last rounding to the inputs' dtype is not the kernel's to avoid: both pay it.
             ratio = rms(x, y) / rms(z.to(x.dtype), y)
-            assert ratio <= 5, f"{name}: {ratio:.2f} times torch's error"
-            missed += [f"{name} {ratio:.2f}"] if ratio > 2 else []
+            assert ratio <= limit, f"{name}: {ratio:.2f} times torch's error"
         elif x.dtype is torch.float32:
             assert rms(x, y) <= rms(z, y) / 10, name
         else:
             assert rms(x, y) <= rms(z.to(x.dtype), y), name
-    return missed
 
 
 FAST = [
@@ -322,7 +317,7 @@ FAST = [
 
 @pytest.mark.parametrize("dtype, heads, mask, D, S, precision", FAST)
 def test_matrix_fast(kernel, device, dtype, heads, mask, D, S, precision):
-    assert not one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs=3)
+    one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs=3)
 
 
 @pytest.mark.full
@@ -333,13 +328,7 @@ def test_matrix_fast(kernel, device, dtype, heads, mask, D, S, precision):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", generators.DTYPES)
 def test_matrix_full(kernel, device, dtype, heads, mask, D, S, precision):
-    missed = one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs=10)
-    if missed:
-        # A key whose gradient sums many small terms beside a large one: the first keys under a causal mask, and keys
-        # that many query heads read. Section 8 keeps a term to 2^-23 of the largest: from about 300 queries on, dK and
-        # dV have up to four times torch's error.
-        assert not any(m.startswith("dQ") for m in missed), missed
-        pytest.xfail(f"error above twice torch's float32: {', '.join(missed)}")
+    one_cell(kernel, device, dtype, heads, mask, D, S, precision, runs=10)
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
@@ -427,6 +416,48 @@ def test_any_reference_gives_defined_sums(kernel, device, value):
         assert_same_bits(kernel.grad_finalize(x, r, kind), kernel.grad_finalize(y + z, r, kind))
         if abs(value) > 2**30 and value in (-(2**31), 2**31 - 1):
             assert (x == 0).all()
+
+
+def integer_of(total):
+    """Sums of three digits as integers of any size."""
+    return sum(total[..., n].cpu().numpy().astype(object) << 32 * n for n in range(3))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("Sq, Skv", [(700, 6), (6, 700)])
+def test_sums_of_the_largest_terms_are_exact(kernel, device, Sq, Skv, precision):
+    """Every term at its clamp, 2^23 or 2^24 - 1, every factor near its own limit; odd sums far above 2^53."""
+    near = lambda stream, S: tensor(1 - generators.integers(24, stream, (1, 1, S, 16), 1, 2**12) * 2.0**-23).float()  # noqa: E731
+    Q, K, dO = near(1, Sq), near(2, Skv), near(3, Sq)
+    sign = torch.tensor([1.0, -1.0]).repeat(Skv // 2)
+    V = sign[:, None] * torch.ones(1, 1, Skv, 16)
+    how = dict(scale=2.0**-30, precision=precision)
+    Q, K, V, dO = (x.to(device) for x in (Q, K, V, dO))
+    out, state = kernel.det_attn(Q, K, V, return_state=True, **how)
+    given = (Q, K, V, dO, out, state.rowmax, state.den)
+    q, k, o = (
+        kernel.rows(x, kind, how["scale"] if kind == "query" else None, precision=precision)[0].cpu().numpy()
+        for x, kind in ((Q, "query"), (K, "key"), (dO, "key"))
+    )
+    signs = sign.numpy().astype(int).astype(object)
+    q, k, o = (x[0, 0].astype(object) for x in (q, k, o))
+    L = 2**24 - 1
+    for path in paths(kernel, device):
+        references = [torch.full_like(x, -400) for x in kernel.grad_reference(*given, path=path, **how)]
+        dQ, dK, dV = (integer_of(x)[0, 0] for x in kernel.grad_accumulate(*given, *references, path=path, **how))
+        assert (dQ == 2**23 * (signs @ k)).all(), path
+        assert (dK == L * np.outer(signs, q.sum(0))).all(), path
+        assert (dV == L * o.sum(0)).all(), path
+
+
+@pytest.mark.parametrize("kind, bits", [("query", 23), ("key", 24), ("value", 24)])
+@pytest.mark.parametrize("precision, b", [("highest", 24), ("high", 16)])
+def test_the_unit_of_a_sum(kernel, device, kind, bits, precision, b):
+    one = torch.tensor([[[1, 0, 0], [0, 1, 0], [-3, 0, -1]]], device=device)
+    reference = torch.tensor([-40], dtype=torch.int32, device=device)
+    found = kernel.grad_finalize(one, reference, kind, 3.0 if kind == "query" else None, precision=precision)
+    unit = (3 if kind == "query" else 1) * 2.0 ** (-40 - bits - (b - 1))
+    assert_same_bits(found, (torch.tensor([[1.0, 2.0**32, -(2.0**64) - 3]], dtype=torch.float64) * unit).float())
 
 
 REFUSED = [
