@@ -290,8 +290,8 @@ def check_error(q, k, v, o, found, causal, q_offset, precision):
     """`highest`: at most twice torch's float32 error; `high`: a tenth of torch's bfloat16 error, before rounding."""
     exact = torch_gradients(q, k, v, o, causal, q_offset, torch.float64)
     theirs = torch_gradients(q, k, v, o, causal, q_offset, torch.float32 if precision == "highest" else torch.bfloat16)
-    # The target is of the GPU. torch's error is smaller on a CPU, where one case (dK, mqa, causal, D 96, S 2048) has 2.01
-    # times as much.
+    # The target is of the GPU. torch's error is smaller on a CPU, where one case (dK, mqa, causal, D 96, S 2048) has
+    # 2.01 times as much.
     limit = 2 if q.is_cuda else 2.1
     for name, x, y, z in zip(NAMES, found[1:], exact, theirs):
         if precision == "highest":
@@ -427,8 +427,8 @@ def integer_of(total):
 @pytest.mark.parametrize("Sq, Skv", [(700, 6), (6, 700)])
 def test_sums_of_the_largest_terms_are_exact(kernel, device, Sq, Skv, precision):
     """Every term at its clamp, 2^23 or 2^24 - 1, every factor near its own limit; odd sums far above 2^53."""
-    near = lambda stream, S: tensor(1 - generators.integers(24, stream, (1, 1, S, 16), 1, 2**12) * 2.0**-23).float()  # noqa: E731
-    Q, K, dO = near(1, Sq), near(2, Skv), near(3, Sq)
+    below = [generators.integers(24, stream, (1, 1, S, 16), 1, 2**12) for stream, S in ((1, Sq), (2, Skv), (3, Sq))]
+    Q, K, dO = (tensor(1 - x * 2.0**-23).float() for x in below)
     sign = torch.tensor([1.0, -1.0]).repeat(Skv // 2)
     V = sign[:, None] * torch.ones(1, 1, Skv, 16)
     how = dict(scale=2.0**-30, precision=precision)

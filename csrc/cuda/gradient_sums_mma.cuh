@@ -9,9 +9,9 @@
 
 namespace det_attn::cuda {
 
-// A term is three bytes: unsigned ones for dV, whose terms are never negative. Elsewhere the top one is signed and holds
-// bits 16 to 22 and the sign, so 2^23 is missing where |t| >= 2^23: a fourth plane holds +-64 there, which is multiplied
-// twice at the top plane's position, 2 * 64 * 2^16, wherever a block of terms has any.
+// A term is three bytes: unsigned ones for dV, whose terms are never negative. Elsewhere the top one is signed and
+// holds bits 16 to 22 and the sign, so +-2^23 is missing from terms beyond it: a fourth plane holds +-64 there, which
+// is multiplied twice at the top plane's position, 2 * 64 * 2^16, wherever a block of terms has any.
 constexpr int kTermPlanes = 3;
 static_assert(kLargestTerm < 1 << 24, "terms must fit three bytes, and a sign");
 
