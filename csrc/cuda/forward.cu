@@ -50,6 +50,9 @@ int64_t rows_of_sums(Engine engine, const Shape& s) {
   return (engine == Engine::kWgmma && s.planes == 2) || s.value_dims_pad == 64 ? 64 : 32;
 }
 
+// CTAs of the sums kernel side by side over head_dim.
+int64_t dim_blocks(const Shape& s) { return std::max<int64_t>(1, s.value_dims_pad / 128); }
+
 // How far apart the keys of a tile's rows may lie: a window bounds it, and what is known of ranges, where the rows are
 // consecutive queries.
 int64_t span_of(const Problem& p, const Shape& s) {
@@ -122,8 +125,10 @@ bool is_uneven(const Mask& m) {
 }
 
 ScoresArgs scores_args(const Problem& p, const Shape& s, const Prepared& prepared) {
-  return ScoresArgs{p, s, prepared, Distances{nullptr, nullptr, s.span / kBlockKeys}, 0,
-                    is_uneven(p.mask) ? kUnevenScoreSlab : kScoreSlab};
+  int slab = is_uneven(p.mask) ? kUnevenScoreSlab : kScoreSlab;
+  if (s.span < s.keys_pad)  // a window: rows attend about as many keys, so slabs are as few as can be, and equal
+    slab = static_cast<int>(round_up(ceil_div(s.span, ceil_div(s.span, kScoreSlab)), kKeyPad));
+  return ScoresArgs{p, s, prepared, Distances{nullptr, nullptr, s.span / kBlockKeys}, 0, slab};
 }
 
 // How many row tiles a chunk takes, and into how many parts its keys are split to fill the device.
@@ -138,10 +143,10 @@ Plan plan_of(const Context& ctx, Engine engine, const Problem& problem, const Sh
   plan.tiles = s.heads * (s.rows_pad / kRowPad);
   const int64_t tile_bytes = s.tile_blocks * (s.span / kBlockKeys) * kBlockBytes;
   const int64_t fit = tile_bytes == 0 ? plan.tiles : kChunkBytes / tile_bytes;
-  plan.chunk_tiles = std::max<int64_t>(1, std::min({fit, plan.tiles, kChunkTiles}));
+  const int64_t most = engine == Engine::kWgmma ? kResidentChunkTiles : kChunkTiles;
+  plan.chunk_tiles = std::max<int64_t>(1, std::min({fit, plan.tiles, most}));
   // CTAs of the sums kernel in one chunk that have rows.
-  const int64_t per_tile =
-      ceil_div(s.tile_blocks * kBlockRows, rows_of_sums(engine, s)) * std::max<int64_t>(1, s.value_dims_pad / 128);
+  const int64_t per_tile = ceil_div(s.tile_blocks * kBlockRows, rows_of_sums(engine, s)) * dim_blocks(s);
   const int64_t sms = processors(ctx.device), ctas = plan.chunk_tiles * per_tile;
   int64_t splits = ctas >= sms ? 1 : ceil_div(2 * sms, ctas);
   const int64_t tiles_per_head = s.rows_pad / kRowPad;
@@ -170,8 +175,15 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
   args.into_digits = plan.splits > 1 || args.out.data == nullptr || engine == Engine::kDirect;
   args.split_keys = plan.split_keys;
   const bool into_num = args.out.data == nullptr;
-  if (!into_num)
-    args.digits = workspace<int64_t>(ctx, plan.chunk_tiles * s.tile_blocks * kBlockRows * s.dims * kDigits);
+  if (!into_num) {
+    // Of the chunk's rows; resident CTAs have their own, unless several add to a row.
+    int64_t rows = plan.chunk_tiles * s.tile_blocks * kBlockRows;
+    if (engine == Engine::kWgmma && !args.into_digits) {
+      const int64_t tile = rows_of_sums(engine, s), pieces = plan.chunk_tiles * (kRowPad / tile) * dim_blocks(s);
+      rows = std::min<int64_t>(pieces, processors(ctx.device)) * tile;
+    }
+    args.digits = workspace<int64_t>(ctx, rows * s.dims * kDigits);
+  }
   const int64_t tiles_per_head = s.rows_pad / kRowPad;
   for (int64_t first = 0; first < plan.tiles; first += plan.chunk_tiles) {
     const int64_t tiles = std::min(plan.chunk_tiles, plan.tiles - first);

@@ -126,12 +126,12 @@ static __device__ __noinline__ void publish_row(const SumsArgs& args, int64_t he
   if (to_memory) publish_den(args, head, row, den);
 }
 
-// One output from its sum, which `flushed` says lies in its long accumulator.
-__device__ __forceinline__ void emit_output(const SumsArgs& args, const OutputRow& to, int dim, int64_t low,
-                                            int64_t high, int position, bool flushed) {
+// One output from its sum, which `flushed` says lies in the long accumulator of flushed_row.
+__device__ __forceinline__ void emit_output(const SumsArgs& args, const OutputRow& to, int64_t flushed_row, int dim,
+                                            int64_t low, int64_t high, int position, bool flushed) {
   double num;
   if (flushed) {
-    num = flushed_sum(args, to.index, dim);
+    num = flushed_sum(args, flushed_row, dim);
   } else {
     // 128 bits: |low| < 2^48, |high| < 2^57.
     const uint64_t shifted = static_cast<uint64_t>(high) << 24;

@@ -342,6 +342,12 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
   const auto dim_of = [&](const SumsWork<Tile>& work, int d) {
     return work.dim_block * Tile::kDims + static_cast<int>(warp_d) * Tile::kWarpDims + d;
   };
+  // Whose long accumulator takes a row's flushed sums: the row's, or the CTA's own for its rows.
+  const auto flushed_row = [&](const SumsWork<Tile>& work, int half) {
+    const unsigned row = r + 8 * half;
+    return args.into_digits ? work.head * s.rows + work.row_base + row
+                            : args.digits_row + int64_t(blockIdx.x) * Tile::kRows + row;
+  };
   const Barriers<Tile> barriers(rings);
   Place<Tile::kStages> place;
   const auto release = [&] {
@@ -395,7 +401,7 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
             const int64_t row = again.row_base + r + 8 * half;
             const int dim = dim_of(again, d);
             if (row < s.rows && dim < s.dims)
-              flush_sum(args, again.head * s.rows + row, dim, low, high, position, !flushed);
+              flush_sum(args, flushed_row(again, half), dim, low, high, position, !flushed);
           });
           sums.clear();
           flushed = true;
@@ -411,7 +417,8 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
       sums.template for_each<4>(lane, [&](int half, int d, int64_t low, int64_t high) {
         const int dim = dim_of(work, d);
         const OutputRow& to = rows[8 * half];
-        if (to.index >= 0 && dim < s.dims) emit_output(args, to, dim, low, high, position, flushed);
+        if (to.index >= 0 && dim < s.dims)
+          emit_output(args, to, flushed_row(work, half), dim, low, high, position, flushed);
       });
     }
     release();

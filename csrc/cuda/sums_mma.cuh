@@ -297,7 +297,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sums_kernel(const __grid_co
   const OutputRow to[2] = {rows[r], rows[r + 8]};
   sums.template for_each<4>(lane, [&](int half, int d, int64_t low, int64_t high) {
     const int dim = work.dim_block * Tile::kDims + warp_d * kSumWarpDims + d;
-    if (to[half].index >= 0 && dim < s.dims) emit_output(args, to[half], dim, low, high, position, flushed);
+    if (to[half].index >= 0 && dim < s.dims)
+      emit_output(args, to[half], to[half].index, dim, low, high, position, flushed);
   });
 }
 
