@@ -43,7 +43,7 @@ static_assert((kFlushKeys / kSumKeys & (kFlushKeys / kSumKeys - 1)) == 0, "flush
 constexpr int64_t kBlockBytes = kBlockRows * kBlockKeys * 4 + kBlockRows * 8;  // distances and block maxima
 constexpr int64_t kChunkBytes = int64_t(576) << 20;
 constexpr int64_t kChunkTiles = 132;      // so that the long accumulators of a chunk stay near 200 MB at 128 dims
-constexpr int64_t kResidentChunkTiles = 4 * kChunkTiles;  // where those are of the CTAs: long and short rows even out
+constexpr int64_t kResidentChunkTiles = 4 * kChunkTiles;  // where those are the CTAs' own, not the rows'
 constexpr int64_t kLeastSplitKeys = 512;  // fewer keys a part and adding digits costs more than the products
 
 }  // namespace det_attn::cuda
