@@ -204,14 +204,17 @@ constexpr uint32_t kLog2eFixed = 1549082005u;              // round(log2(e) * 2^
 // A float32 constant times 2^n; both normal.
 constexpr uint32_t times_pow2(uint32_t bits, int n) { return bits + (static_cast<uint32_t>(n) << 23); }
 
-// 2^-g for g in [-1/2, 1/2): the contract's polynomial. The result is a multiple of 2^-24 below 2. Given g * 2^G_SCALE it
-// returns the result times 2^SCALE: the same roundings as long as every coefficient stays normal.
+// 2^-g for g in [-1/2, 1/2): the contract's polynomial. The result is a multiple of 2^-24 below 2. Given g * 2^G_SCALE
+// it returns the result times 2^SCALE: the same roundings as long as every coefficient stays normal.
 template <int G_SCALE = 0, int SCALE = 0>
 DET_HD float exp2_poly(float g) {
-  constexpr uint32_t c6 = times_pow2(0x3920fb96u, SCALE - 6 * G_SCALE), c5 = times_pow2(0xbaaf9f01u, SCALE - 5 * G_SCALE),
-                     c4 = times_pow2(0x3c1d96ceu, SCALE - 4 * G_SCALE), c3 = times_pow2(0xbd635780u, SCALE - 3 * G_SCALE),
-                     c2 = times_pow2(0x3e75fdecu, SCALE - 2 * G_SCALE), c1 = times_pow2(0xbf317218u, SCALE - G_SCALE),
-                     c0 = times_pow2(0x3f800000u, SCALE);
+  constexpr uint32_t c6 = times_pow2(0x3920fb96u, SCALE - 6 * G_SCALE);
+  constexpr uint32_t c5 = times_pow2(0xbaaf9f01u, SCALE - 5 * G_SCALE);
+  constexpr uint32_t c4 = times_pow2(0x3c1d96ceu, SCALE - 4 * G_SCALE);
+  constexpr uint32_t c3 = times_pow2(0xbd635780u, SCALE - 3 * G_SCALE);
+  constexpr uint32_t c2 = times_pow2(0x3e75fdecu, SCALE - 2 * G_SCALE);
+  constexpr uint32_t c1 = times_pow2(0xbf317218u, SCALE - G_SCALE);
+  constexpr uint32_t c0 = times_pow2(0x3f800000u, SCALE);
   float p = float_of(c6);
   p = fma_f32(g, p, float_of(c5));
   p = fma_f32(g, p, float_of(c4));

@@ -21,8 +21,8 @@ __device__ __forceinline__ uint32_t select_shifts(uint32_t shifts, int bucket) {
 }
 
 // Forms the weights of a CTA's Tile::kRows rows step by step into stages of byte planes. A warp works for one half of a
-// block of 16 rows, or for both, its kSlots, so a thread has one fixed row of each; it takes four keys of one A register
-// at a time.
+// block of 16 rows, or for both, its kSlots, so a thread has one fixed row of each; it takes four keys of one A
+// register at a time.
 template <class Tile>
 struct WeightForming {
   static constexpr int kSlots = Tile::kRows / 8 / Tile::kFormingWarps, kBlocks = kSumKeys / kBlockKeys;
@@ -30,7 +30,8 @@ struct WeightForming {
 
   unsigned first_row;  // of slot 0, in the CTA's tile; slot 1 has the row 8 further
   int64_t rowmax[kSlots];
-  bool padding;  // no row of slot 0 is real: there are no distances, and what is left in shared memory reaches no output
+  // No row of slot 0 is real: there are no distances, and what is left in shared memory reaches no output.
+  bool padding;
   uint64_t den[kSlots];
 
   __device__ __forceinline__ unsigned row(int slot) const { return first_row + 8 * slot; }
@@ -50,9 +51,9 @@ struct WeightForming {
 
   // Writes the weights of a step, shifted, as byte planes. Returns which planes are not all zero, if WANTED. `source`
   // has the thread's part of the step: distance(slot, block, pair) of four keys, below(slot, block) the block maximum,
-  // shift(block, pair) a byte for each of the four keys; load() is called before them, ahead(block, pair)
-  // before a pair's distances are used, done(block) when a block's are. dropped(slot, key)
-  // has a bit for each of keys key, + 1, + 8, + 9: a weight that is left out of the planes, not of DEN.
+  // shift(block, pair) a byte for each of the four keys; load() is called before them, ahead(block, pair) before a
+  // pair's distances are used, done(block) when a block's are. dropped(slot, key) has a bit for each of keys key, + 1,
+  // + 8, + 9: a weight that is left out of the planes, not of DEN.
   template <bool WANTED, class Source, class Dropped>
   __device__ __forceinline__ unsigned form(Source& source, uint8_t* stage, int bucket, bool many, int lane,
                                            const Dropped& dropped) {

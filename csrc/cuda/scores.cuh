@@ -58,8 +58,8 @@ __device__ __forceinline__ int64_t dot_of(const Acc& acc, int n, int i) {
 }
 
 // mid with what lo carries into it: I = hi * 2^24 + middle * 2^16 + [0, 2^16).
-//   mid <= dims * (255*255 + 2*127*255), -mid is less, and lo carries less than 2^16; two planes have 0 <= mid <= dims *
-//   255*255, less for 256 dims than three planes for 128
+//   mid <= dims * (255*255 + 2*127*255), -mid is less, and lo carries less than 2^16; two planes have 0 <= mid <=
+//   dims * 255*255, less for 256 dims than three planes for 128
 template <bool WIDE>
 constexpr int64_t kMiddleBound = (WIDE ? kMaxHeadDim : 128) * (255 * 255 + 2 * 127 * 255) + 65536;
 template <int PLANES, bool WIDE, class Acc>

@@ -157,8 +157,8 @@ struct PositionSums {
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[p][n][i] = 0;
   }
-  // f(half, dim in the warp's dims, low, high) for every sum of the thread, in row lane / 4 + 8 * half of the warp's 16;
-  // it is low + high * 2^24:
+  // f(half, dim in the warp's dims, low, high) for every sum of the thread, in row lane / 4 + 8 * half of the warp's
+  // 16; it is low + high * 2^24:
   // low holds positions 0 to 2 and is below 2^48, high the others and is below 2^57. The sums are copied to local
   // memory first and taken in a real loop, AT_ONCE of them together: one where f calls functions, which registers would
   // have to be saved around, more where f waits for memory or divisions.

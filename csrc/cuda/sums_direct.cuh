@@ -202,7 +202,8 @@ static __device__ __noinline__ void flush_sums(const SumsArgs& args,
                                                int warp, int lane, int position) {
   sums.template for_each<1>(lane, [&](int half, int d, int64_t low, int64_t high) {
     const int r = lane / 4 + 8 * half, dim = warp * Tile::kBlocks * 8 + d;
-    if (r < args.shape.rows && dim < args.shape.dims) flush_sum(args, head * args.shape.rows + r, dim, low, high, position, false);
+    if (r < args.shape.rows && dim < args.shape.dims)
+      flush_sum(args, head * args.shape.rows + r, dim, low, high, position, false);
   });
 }
 

@@ -1,7 +1,7 @@
 // Sums kernel for sm_90a: the same stage, arguments and results as sums_mma.cuh. A CTA stays on its multiprocessor and
-// takes one piece of work after the other. Two warpgroups multiply, on wgmma where the digit positions fit its registers
-// and on mma.sync where they do not; one forms weights ahead of them; one brings what both need. So nobody waits for
-// memory, for the other side's arithmetic, or for the rounding at the end of a piece.
+// takes one piece of work after the other. Two warpgroups multiply, on wgmma where the digit positions fit its
+// registers and on mma.sync where they do not; one forms weights ahead of them; one brings what both need. So nobody
+// waits for memory, for the other side's arithmetic, or for the rounding at the end of a piece.
 #pragma once
 
 #include "forming.cuh"

@@ -20,15 +20,15 @@ __device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t n) {
 }
 
 // W of a distance <= kFarDistance.
-// product has u from bit 30 up: n is u / 2^24 rounded, and the low 24 bits of u, read as signed, are g * 2^24; shifted to
-// the top of a word they are g * 2^32, which the polynomial takes as it is. At kFarDistance n is 46, where every shift
-// below gives 0.
-//   T = 23: W = floor(v + 1/2) of v = p * 2^(23 - n) <= 2^23. Rounded down, v + (2^23 - 1/2) is floor(v + 1/2) + 2^23 -
-// 1 where v >= 1/2, since floats there are whole, and 2^23 - 1/2, the float before 2^23, where v < 1/2: as bits, in both
-// cases W more than those of 2^23, less one. The exponent of the factor is a constant less n, which is
+// product has u from bit 30 up: n is u / 2^24 rounded, and the low 24 bits of u, read as signed, are g * 2^24; shifted
+// to the top of a word they are g * 2^32, which the polynomial takes as it is. At kFarDistance n is 46, where every
+// shift below gives 0.
+//   T = 23: W = floor(v + 1/2) of v = p * 2^(23 - n) <= 2^23. Rounded down, v + (2^23 - 1/2) is floor(v + 1/2) +
+// 2^23 - 1 where v >= 1/2, since floats there are whole, and 2^23 - 1/2, the float before 2^23, where v < 1/2: as bits,
+// in both cases W more than those of 2^23, less one. The exponent of the factor is a constant less n, which is
 // floor((2 * high + 2^22) / 2^23).
-//   T = 31: p * 2^31 is the 24-bit significand shifted up by 8 or 7, and W its rounded shift by n: the floor plus the bit
-// below. Where nothing is shifted out the shift for that bit wraps and the clamping shift gives 0, as it does above 32.
+//   T = 31: p * 2^31 is the 24-bit significand shifted up by 8 or 7, and W its rounded shift by n: the floor plus the
+// bit below. Where nothing is shifted out the shift for that bit wraps and the clamping shift gives 0, as above 32.
 template <int WEIGHT_BITS>
 __device__ __forceinline__ uint32_t weight_from_distance(uint32_t distance) {
   static_assert(WEIGHT_BITS == 23 || WEIGHT_BITS == 31, "see the argument above");
