@@ -25,9 +25,9 @@ __device__ inline int64_t modified_distance(int64_t maximum, int64_t score) {
 }
 
 // Section 11: which of the keys `key`, + 1, + 8, + 9 a query row leaves out of the sums. Two keys side by side mostly
-// share their random words. row_id is Dropout::row_id().
+// share their random words. row_id is Dropout::row_id(). Out of line, for kernels whose registers are all taken.
 template <class Args>
-__device__ __forceinline__ unsigned dropped_keys(const Args& args, int64_t row_id, int head, int key) {
+static __device__ __noinline__ unsigned dropped_keys(const Args& args, int64_t row_id, int head, int key) {
   const Problem& p = args.problem;
   const Dropout& d = p.modifiers.dropout;
   unsigned out = 0;
@@ -46,12 +46,6 @@ __device__ __forceinline__ unsigned dropped_keys(const Args& args, int64_t row_i
     }
   }
   return out;
-}
-
-// The same out of line, for kernels whose registers are all taken.
-template <class Args>
-static __device__ __noinline__ unsigned dropped_keys_apart(const Args& args, int64_t row_id, int head, int key) {
-  return dropped_keys(args, row_id, head, key);
 }
 
 }  // namespace det_attn::cuda

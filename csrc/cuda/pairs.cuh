@@ -260,7 +260,7 @@ static __device__ __noinline__ void modified_terms(const Dots* dots, const Pairs
       const Pair own = pair_in_call(args.problem, at.head, at.first_row + r, 0);
       const int64_t row_id = dropout.row_id(own.batch, own.query, args.problem.q_len);
       const int head = static_cast<int>(own.head), key = at.first_key + column;
-      drops = dropped_keys_apart(args, row_id, head, key) | dropped_keys_apart(args, row_id, head, key + 16) << 4;
+      drops = dropped_keys(args, row_id, head, key) | dropped_keys(args, row_id, head, key + 16) << 4;
     }
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) {

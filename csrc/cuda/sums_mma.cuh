@@ -179,11 +179,7 @@ struct DroppedPairs {
     }
   }
   __device__ __forceinline__ unsigned operator()(int slot, int key) const {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
     return dropped_keys(args, row_id[slot], head[slot], key);
-#else  // the compiler for earlier chips has more registers left around a call than without one
-    return dropped_keys_apart(args, row_id[slot], head[slot], key);
-#endif
   }
 };
 
