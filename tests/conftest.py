@@ -49,6 +49,10 @@ def pytest_terminal_summary(terminalreporter):
     if few:
         line = f"TOO FEW GPUS, {torch.cuda.device_count()}: {len(few)} tests with more ranks did not run"
         terminalreporter.write_sep("=", line, yellow=True, bold=True)
+    unpublished = [r for r in terminalreporter.stats.get("skipped", []) if "CANNOT PUBLISH" in str(r.longrepr)]
+    if unpublished:
+        terminalreporter.write_sep("=", f"{len(unpublished)} tests did not run", yellow=True, bold=True)
+        terminalreporter.write_line(unpublished[0].longrepr[2], yellow=True, bold=True)
     if skipped:
         terminalreporter.write_sep("=", f"NO CUDA DEVICE: {len(skipped)} tests did not run", yellow=True, bold=True)
 

@@ -3,6 +3,7 @@
 In: build/, and a small Hub on localhost (hub.py). Every load is a fresh process with a cache of its own.
 """
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -84,7 +85,37 @@ def test_what_is_not_the_build_is_not_packaged(tmp_path, edit, said):
         package.assemble(CONFIG, checkout(tmp_path, edit), tmp_path / "out")
 
 
-def test_a_quick_build_is_named_unfit_and_not_uploaded(tmp_path):
+@pytest.fixture(scope="module")
+def client():
+    """A huggingface_hub that can publish."""
+    try:
+        package.check_client()
+    except package.PackageError as error:
+        pytest.skip(f"CANNOT PUBLISH: {error}")
+
+
+@pytest.mark.parametrize("version", ["0.36.2", "1.33.0", "2.2.0", None])
+def test_a_client_that_cannot_publish_is_named_before_anything_else(monkeypatch, capsys, version):
+    def installed(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(package, "assemble", None)
+    monkeypatch.setattr(sys, "argv", ["package.py", "--upload"])
+    assert package.main() == 1
+    said = capsys.readouterr().err
+    assert f"huggingface_hub: {version or 'none'} is installed" in said and "2.3 or newer" in said
+
+
+@pytest.mark.parametrize("version", ["2.3.0", "2.4.0rc1", "3.0"])
+def test_a_client_that_can_publish_is_taken(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    package.check_client()
+
+
+def test_a_quick_build_is_named_unfit_and_not_uploaded(client, tmp_path):
     """As from tools/build.py --capabilities 9.0: it would not run on most GPUs."""
     edit = set_metadata(backend={"type": "cuda", "archs": ["9.0", "9.0a"]})
     unfit = package.assemble(CONFIG, checkout(tmp_path, edit), tmp_path / "out")[CPU.name]
@@ -111,7 +142,7 @@ def test_the_workflow_builds_what_build_toml_lists_and_uploads_only_what_was_ver
 
 
 @pytest.fixture(scope="module")
-def hub(root, packaged):
+def hub(client, root, packaged):
     """A Hub where tools/package.py has published the package, over a branch that held something older."""
     hub = Hub()
     hub.repos[REPO_ID] = {}

@@ -321,6 +321,27 @@ def test_nested_tensor(kernel):
         kernel.det_attn(nested, zeros(2, 2, 7, 8), zeros(2, 2, 7, 8))
 
 
+@pytest.mark.parametrize("function", ["det_attn", "scaled_dot_product_attention"])
+@pytest.mark.parametrize(
+    "q, k, error, said",
+    [
+        (zeros(1, 2, 5, 8).double(), None, TypeError, "dtype torch.float64"),
+        (zeros(1, 2, 5, 0), None, ValueError, "head_dim 0"),
+        (zeros(1, 2, 5, 257), None, ValueError, "head_dim 257"),
+        (zeros(1, 2, 5, 8).to_sparse(), None, ValueError, "sparse_coo"),
+        (zeros(1, 2, 5, 8).to_sparse_csr(), None, ValueError, "sparse_csr"),
+        (zeros(1, 2, 5, 8, device="meta"), None, ValueError, "device meta"),
+        (zeros(1, 2, 5, 8), zeros(1, 0, 5, 8), ValueError, "multiple of K's 0"),
+        (zeros(1, 1, 1, 8), zeros(1, 1, 1, 8).expand(1, 1, 2**31 + 1, 8), ValueError, "at most 2147483648"),
+    ],
+    ids=["float64", "no-columns", "wide", "sparse", "csr", "meta", "no-heads", "many-keys"],
+)
+def test_tensors_that_agree_may_all_be_wrong(kernel, function, q, k, error, said):
+    k = q if k is None else k
+    with pytest.raises(error, match=said):
+        getattr(kernel, function)(q, k, k, **({} if function == "det_attn" else dict(enable_gqa=True)))
+
+
 # ---- The ops themselves: whoever calls them past the Python layer must not be able to read or write out of bounds ----
 
 Q, K, V = zeros(2, 4, 5, 8), zeros(2, 2, 7, 8), zeros(2, 2, 7, 8)

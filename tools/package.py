@@ -6,6 +6,7 @@ In: build/<variant>/ as tools/build.py or kernel-builder leave it, CARD.md, benc
 """
 
 import argparse
+import importlib.metadata
 import json
 import shutil
 import sys
@@ -16,6 +17,7 @@ from abi import report
 
 ROOT = Path(__file__).resolve().parent.parent
 HUB = ROOT / "build" / "hub"
+CLIENT = (2, 3)  # the first huggingface_hub that uploads to repositories of type "kernel": older ones only create them
 
 
 class PackageError(Exception):
@@ -97,6 +99,19 @@ def assemble(config: dict, root: Path, target: Path) -> dict:
 # ---- Upload ------------------------------------------------------------------------------------------------------
 
 
+def check_client() -> None:
+    """PackageError where the installed huggingface_hub cannot publish."""
+    try:
+        installed = importlib.metadata.version("huggingface_hub")
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    if installed is None or tuple(int(n) for n in installed.split(".")[:2]) < CLIENT:
+        raise PackageError(
+            f"huggingface_hub: {installed or 'none'} is installed, publishing a kernel needs "
+            f"{'.'.join(map(str, CLIENT))} or newer: install the one of requirements.txt"
+        )
+
+
 def upload(config: dict, target: Path, repo_id: str, private: bool) -> str:
     """Card to main, builds and benchmarks to v<version>; the commit of the latter. Old files there are replaced."""
     from huggingface_hub import HfApi
@@ -131,6 +146,8 @@ def main() -> int:
     repo_id = args.repo_id or config["general"]["hub"]["repo-id"]
     config["general"]["hub"]["repo-id"] = repo_id
     try:
+        if args.upload:
+            check_client()
         unfit = assemble(config, ROOT, HUB)
         for name, reasons in unfit.items():
             size = sum(f.stat().st_size for f in (HUB / "build" / name).rglob("*") if f.is_file())

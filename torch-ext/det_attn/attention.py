@@ -85,8 +85,7 @@ def det_attn(
     Gradients of Q, K and V, those that require one, are exact sums too (contract section 8): the same bytes for every
     run, batching, grouping and sharding, in Q's dtype. The State has no gradient.
     """
-    q_shape, k_shape = checks.queries_keys(Q, K)
-    checks.values(V, K)
+    q_shape, k_shape = checks.inputs(Q, K, V)
     kv_len = k_shape[2]
     diagonal, modifiers = checks.modifiers(
         Q, k_shape, causal, q_offset, 0, attn_bias, window, softcap, alibi_slopes, key_ranges, dropout_p, dropout_seed

@@ -27,6 +27,7 @@ _ID_SHAPES = {"dropout_rows": "[B, Sq] of Q", "dropout_keys": "[Skv] of K"}
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
+_STRIDED = torch.strided
 _HAS_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("forward"), "CUDA")
 
 # Contract section 1: 1 / sqrt(head_dim) in float64. Looked up, so that a traced head_dim is a constant and the scale
@@ -75,17 +76,57 @@ def matrix(x, name):
     head_dim = shape[3]
     if head_dim < 1 or head_dim > MAX_HEAD_DIM:
         raise ValueError(f"{name}: got head_dim {head_dim} in shape {tuple(shape)}, allowed is 1 to {MAX_HEAD_DIM}")
-    if not is_dense(x, shape) and head_dim != 1:
+    if head_dim != 1 and not is_dense(x):
         raise ValueError(
             f"{name}: got stride {x.stride(3)} in the last dimension, it must be dense (stride 1): call .contiguous()"
         )
     return shape
 
 
-def is_dense(x, shape):
-    """Whether the last dimension, of a 4-D tensor, is. To ask for all of them takes a third of the time, but an empty
-    tensor is always contiguous."""
-    return (x.is_contiguous() and 0 not in shape) or x.stride(3) == 1
+def is_dense(x):
+    """Whether the last dimension, of a 4-D tensor, is. All strides at once take half the time of one of them."""
+    return x.stride()[3] == 1
+
+
+def inputs(Q, K, V):
+    """All that queries_keys() and values() check. Returns the shapes of Q and of K."""
+    shapes = plain(Q, K, V)
+    if shapes is None:
+        shapes = queries_keys(Q, K)
+        values(V, K)
+    return shapes
+
+
+def plain(Q, K, V):
+    """What inputs() returns where it is sure, as with most calls; None where the checks one by one have the say.
+
+    To look at a tensor takes longer than to compare what was seen, so nothing is looked at twice.
+    """
+    if not (
+        type(Q) is type(K) is type(V) is Tensor
+        and Q.layout is K.layout is V.layout is _STRIDED
+        and not (Q.is_nested or K.is_nested or V.is_nested)
+        and Q.dtype is K.dtype is V.dtype
+        and ((Q.is_cpu and K.is_cpu and V.is_cpu) or (_HAS_CUDA and Q.is_cuda and Q.device == K.device == V.device))
+        and forward_ad._current_level < 0
+    ):
+        return None
+    q_shape, k_shape = Q.shape, K.shape
+    if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape or Q.dtype not in _INPUT_DTYPES:
+        return None
+    (batch, q_heads, _, head_dim), (k_batch, kv_heads, kv_len, k_dim) = q_shape, k_shape
+    if (
+        batch == k_batch
+        and head_dim == k_dim
+        and 1 <= head_dim <= MAX_HEAD_DIM
+        and (q_heads == kv_heads or (kv_heads > 0 and q_heads % kv_heads == 0))
+        and kv_len <= MAX_KEYS
+        and is_dense(Q)
+        and is_dense(K)
+        and is_dense(V)
+    ):
+        return q_shape, k_shape
+    return None
 
 
 def queries_keys(Q, K):
@@ -261,7 +302,7 @@ def modifiers(
     dropout_seed=0, dropout_head=0, dropout_rows=None, dropout_keys=None,
 ):  # fmt: skip
     """(diagonal, Modifiers) of a call: query i's own place among the local keys is i + diagonal (section 10)."""
-    q_shape, kv_len = Q.shape, k_shape[2]
+    kv_len = k_shape[2]
     if causal is not True and causal is not False:
         raise TypeError(f"causal: got {_got_type(causal)}, must be a bool")
     _offset(kv_offset, "kv_offset")
@@ -272,7 +313,8 @@ def modifiers(
     if plain and kv_offset == 0 and type(softcap) is float and softcap == 0.0 and dropout_rows is dropout_keys is None:
         if type(dropout_p) is float and dropout_p == 0.0 and type(dropout_seed) is type(dropout_head) is int:
             if dropout_seed == 0 and dropout_head == 0:  # most calls, whose checks should cost little
-                return (kv_len - q_shape[2] if q_offset is None else q_offset) if causal else 0, NO_MODIFIERS
+                return (kv_len - Q.shape[2] if q_offset is None else q_offset) if causal else 0, NO_MODIFIERS
+    q_shape = Q.shape
     left, right = _window(window)
     softcap = _softcap(softcap)
     dropout_p = dropout_probability(dropout_p)

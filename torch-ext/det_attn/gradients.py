@@ -251,8 +251,7 @@ def _call(
     *modifiers,
 ):  # fmt: skip
     """Checks what both stages take; returns the resolved arguments behind the tensors, and the modifiers."""
-    q_shape, k_shape = checks.queries_keys(Q, K)
-    checks.values(V, K)
+    q_shape, k_shape = checks.inputs(Q, K, V)
     checks.output_gradient(dO, out, DEN, Q, q_shape)
     checks.row_maxima(rowmax, Q, q_shape)
     diagonal, modifiers = checks.modifiers(Q, k_shape, causal, q_offset, kv_offset, *modifiers)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import checks
-from .attention import det_attn
+from .attention import fused
 
 
 def scaled_dot_product_attention(
@@ -53,24 +53,30 @@ def scaled_dot_product_attention(
         NotImplementedError: attn_mask requires grad and grad mode is on, or an input has a forward-mode tangent; from
             the backward() of a gradient.
     """
-    if not type(query) is type(key) is type(value) is Tensor or query.is_nested or key.is_nested or value.is_nested:
+    shapes = checks.plain(query, key, value)
+    if shapes is None:
         checks.are_tensors(query=query, key=key, value=value)
     if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = cast_for_autocast(query, key, value)
+        shapes = None
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
+    if (shapes is not None or _are_shaped(query, key, value)) and (query.shape[1] == key.shape[1] or enable_gqa):
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes)
+    return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
+
+
+def _are_shaped(query, key, value):
+    """As det_attn takes them, but for the number of heads."""
     q_shape, k_shape = query.shape, key.shape
-    if (
+    return (
         len(q_shape) == len(k_shape) == 4
         and value.shape == k_shape
-        and (q_shape[1] == k_shape[1] or enable_gqa)
         and q_shape[0] == k_shape[0]
-        and checks.is_dense(query, q_shape)
-        and checks.is_dense(key, k_shape)
-        and checks.is_dense(value, k_shape)
-    ):
-        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
-    return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
+        and checks.is_dense(query)
+        and checks.is_dense(key)
+        and checks.is_dense(value)
+    )
 
 
 def cast_for_autocast(query, key, value):
@@ -98,26 +104,19 @@ def same_width(query, key, value):
     return query, key, value
 
 
-def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision):
-    """Inputs shaped as det_attn takes them."""
-    if attn_mask is None and not dropout_p:  # most calls: what is not said need not be checked
-        return det_attn(
-            query, key, value, is_causal, scale, precision=precision, q_offset=0 if is_causal else None,
-            out_dtype=query.dtype,
-        )  # fmt: skip
-    return det_attn(
-        query,
-        key,
-        value,
-        is_causal,
-        scale,
-        precision=precision,
-        q_offset=0,
-        out_dtype=query.dtype,
-        attn_bias=attn_mask,
-        dropout_p=dropout_p,
-        dropout_seed=draw_seed() if dropout_p else 0,
-    )
+def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes=None):
+    """Inputs shaped as det_attn takes them; their shapes, if they are checked."""
+    q_shape, k_shape = shapes or checks.inputs(query, key, value)
+    modifiers = checks.NO_MODIFIERS
+    if attn_mask is not None or dropout_p or (is_causal is not True and is_causal is not False):
+        seed = draw_seed() if dropout_p else 0
+        _, modifiers = checks.modifiers(
+            query, k_shape, is_causal, 0, 0, attn_mask, checks.EVERYWHERE, 0.0, None, None, dropout_p, seed
+        )
+    scale = checks.softmax_scale(scale, q_shape[3])
+    checks.precision_name(precision)
+    call = (is_causal, scale, precision, 0, 0, k_shape[2])  # from the top left: query i's own place is key i
+    return fused(query, key, value, call, modifiers, query.dtype, "auto")[0]
 
 
 def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision):

@@ -49,8 +49,7 @@ def det_attn_sharded(
 
     Gradients are those of `det_attn`, byte for byte, over the same shards.
     """
-    q_shape, k_shape = checks.queries_keys(Q, K)
-    checks.values(V, K)
+    q_shape, k_shape = checks.inputs(Q, K, V)
     shards = checks.key_splits(kv_splits, k_shape[2])
     checks.output_dtype(out_dtype)
     diagonal, modifiers = checks.modifiers(

@@ -140,8 +140,7 @@ def accumulate(
         TypeError, ValueError: an argument is not as above; the message names it.
         NotImplementedError: an input requires grad and grad mode is on.
     """
-    q_shape, k_shape = checks.queries_keys(Q, K)
-    checks.values(V, K)
+    q_shape, k_shape = checks.inputs(Q, K, V)
     checks.row_maxima(rowmax, Q, q_shape)
     diagonal, modifiers = checks.modifiers(
         Q, k_shape, causal, q_offset, kv_offset, attn_bias, window, softcap, alibi_slopes, key_ranges, dropout_p,

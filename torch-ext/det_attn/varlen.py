@@ -84,8 +84,7 @@ def det_attn_varlen(
     elif seqused_k is not None:
         ends = starts + seqused_k
     Q, K, V = _heads_first(q, "q"), _heads_first(k, "k"), _heads_first(v, "v")
-    q_shape, k_shape = checks.queries_keys(Q, K)
-    checks.values(V, K)
+    q_shape, k_shape = checks.inputs(Q, K, V)
     if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
         raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}, must be [Hq]: one for all sequences")
 
