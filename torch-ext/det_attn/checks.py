@@ -396,6 +396,11 @@ def _no_modifier_gradient(x, name):
         )
 
 
+def only_bias(bias, Q, kv_len):
+    """The Modifiers of a call that has a bias and nothing else."""
+    return Modifiers(_bias(bias, Q, (*Q.shape[:3], kv_len)))
+
+
 def _bias(bias, Q, shape):
     """bool or a float dtype, broadcastable to [B, Hq, Sq, Skv]; returns it expanded."""
     if isinstance(bias, CausalBias):  # holds no values
@@ -404,12 +409,14 @@ def _bias(bias, Q, shape):
     if bias.dtype is not torch.bool and bias.dtype not in _INPUT_DTYPES:
         raise TypeError(f"attn_bias: got dtype {bias.dtype}, allowed are bool, float32, bfloat16 and float16")
     _same_device(bias, Q.device, "attn_bias", "Q")
+    _no_modifier_gradient(bias, "attn_bias")
+    if bias.shape == shape:
+        return bias
     given = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(given) != 4 or any(size != 1 and size != full for size, full in zip(given, shape)):
         raise ValueError(
             f"attn_bias: got shape {tuple(bias.shape)}, must be broadcastable to [B, Hq, Sq, Skv], {tuple(shape)}"
         )
-    _no_modifier_gradient(bias, "attn_bias")
     return bias.expand(shape)
 
 

@@ -108,7 +108,9 @@ def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision
     """Inputs shaped as det_attn takes them; their shapes, if they are checked."""
     q_shape, k_shape = shapes or checks.inputs(query, key, value)
     modifiers = checks.NO_MODIFIERS
-    if attn_mask is not None or dropout_p or (is_causal is not True and is_causal is not False):
+    if attn_mask is not None and not dropout_p and is_causal is False:
+        modifiers = checks.only_bias(attn_mask, query, k_shape[2])
+    elif attn_mask is not None or dropout_p or (is_causal is not True and is_causal is not False):
         seed = draw_seed() if dropout_p else 0
         _, modifiers = checks.modifiers(
             query, k_shape, is_causal, 0, 0, attn_mask, checks.EVERYWHERE, 0.0, None, None, dropout_p, seed
