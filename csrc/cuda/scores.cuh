@@ -10,7 +10,7 @@
 
 namespace det_attn::cuda {
 
-constexpr uint32_t kFarDistance = 1u << 29;           // = kZeroWeightDistance
+constexpr auto kFarDistance = static_cast<uint32_t>(kZeroWeightDistance);
 constexpr int64_t kNoScore = -(int64_t(1) << 60);     // a masked pair: below every score
 constexpr int64_t kPoisonedScore = int64_t(1) << 60;  // an attended pair with a non-finite row: above every score
 
@@ -58,10 +58,10 @@ __device__ __forceinline__ int64_t dot_of(const Acc& acc, int n, int i) {
 }
 
 // mid with what lo carries into it: I = hi * 2^24 + middle * 2^16 + [0, 2^16).
-//   mid <= dims * (255*255 + 2*127*255), -mid is less, and lo carries less than 2^16; two planes have 0 <= mid <=
-//   dims * 255*255, less for 256 dims than three planes for 128
+//   mid <= dims * (255*255 + 2*127*255), -mid is less, and lo carries less than 2^16, or 2^17 for wide rows; two planes
+//   have 0 <= mid <= dims * 255*255, which for 256 dims is below this bound for 128
 template <bool WIDE>
-constexpr int64_t kMiddleBound = (WIDE ? kMaxHeadDim : 128) * (255 * 255 + 2 * 127 * 255) + 65536;
+constexpr int64_t kMiddleBound = (WIDE ? kMaxHeadDim : 128) * (255 * 255 + 2 * 127 * 255) + (WIDE ? 131072 : 65536);
 template <int PLANES, bool WIDE, class Acc>
 __device__ __forceinline__ int32_t middle_of(const Acc& acc, int n, int i) {
   int32_t mid = acc(kGroupMid, n, i);
@@ -506,7 +506,8 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
       const Block to = block.at(b);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Below 2^32: top < 2^30 + 2^29 and s > -top or kNone. A masked pair is at least 2^29 below a real maximum.
+        // Below 2^32: top < 2^30 + 2^29, and s is above minus that or kNone. A masked pair is at least 2^29 below a
+        // real maximum.
         const int h = i & 1, n = b * 4 + (i >> 1) * 2;
         const uint32_t t = static_cast<uint32_t>(top[b][h]);
         to.distance[i * kWarpSize] =

@@ -19,8 +19,8 @@ struct SumsArgs {
   int splits;          // parts of the key range; more than one adds into `digits` atomically
   int64_t split_keys;  // keys of a part
   int64_t digits_row;  // row (over heads * rows) of digits[0]
-  // Long accumulators [row][head_dim][12]. into_digits: CTAs add their sums here and in den. Otherwise scratch of this
-  // chunk, for rows whose sums do not fit one run of int32 positions.
+  // Long accumulators [row][head_dim][12]. into_digits: CTAs add their sums here and in den. Otherwise scratch, of this
+  // chunk's rows or of resident CTAs, for rows whose sums do not fit one run of int32 positions.
   int64_t* digits;
   int64_t* den;     // [heads * rows]
   bool into_digits;
@@ -158,10 +158,9 @@ struct PositionSums {
         for (int i = 0; i < 4; ++i) acc[p][n][i] = 0;
   }
   // f(half, dim in the warp's dims, low, high) for every sum of the thread, in row lane / 4 + 8 * half of the warp's
-  // 16; it is low + high * 2^24:
-  // low holds positions 0 to 2 and is below 2^48, high the others and is below 2^57. The sums are copied to local
-  // memory first and taken in a real loop, AT_ONCE of them together: one where f calls functions, which registers would
-  // have to be saved around, more where f waits for memory or divisions.
+  // 16. The sum is low + high * 2^24: low holds positions 0 to 2 and is below 2^48, high the others, four at most, and
+  // is below 2^57. The sums are copied to local memory first and taken in a real loop, AT_ONCE of them together: one
+  // where f calls functions, which registers would have to be saved around, more where f waits for memory or divisions.
   template <int AT_ONCE, class F>
   __device__ __forceinline__ void for_each(int lane, F f) const {
     int32_t copy[BLOCKS * 4][POSITIONS];

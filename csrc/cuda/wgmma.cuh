@@ -72,8 +72,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Moves registers between warpgroups that work differently: each calls it once, and together they may have no more than
-// LAUNCHED each, the registers of a thread at the launch.
+// Moves registers between warpgroups that work differently: each calls it once, and on average they may have no more
+// than LAUNCHED, the registers of a thread at the launch.
 template <int REGISTERS, int LAUNCHED>
 __device__ __forceinline__ void set_registers() {
   if constexpr (REGISTERS > LAUNCHED) {

@@ -59,6 +59,7 @@ def scaled_dot_product_attention(
     if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = cast_for_autocast(query, key, value)
         shapes = None
+    checks.flag(enable_gqa, "enable_gqa")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
     if (shapes is not None or _are_shaped(query, key, value)) and (query.shape[1] == key.shape[1] or enable_gqa):
@@ -107,10 +108,12 @@ def same_width(query, key, value):
 def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes=None):
     """Inputs shaped as det_attn takes them; their shapes, if they are checked."""
     q_shape, k_shape = shapes or checks.inputs(query, key, value)
-    modifiers = checks.NO_MODIFIERS
-    if attn_mask is not None and not dropout_p and is_causal is False:
+    kept = type(dropout_p) is float and dropout_p == 0.0
+    if kept and attn_mask is None and (is_causal is True or is_causal is False):
+        modifiers = checks.NO_MODIFIERS
+    elif kept and is_causal is False:
         modifiers = checks.only_bias(attn_mask, query, k_shape[2])
-    elif attn_mask is not None or dropout_p or (is_causal is not True and is_causal is not False):
+    else:
         seed = draw_seed() if dropout_p else 0
         _, modifiers = checks.modifiers(
             query, k_shape, is_causal, 0, 0, attn_mask, checks.EVERYWHERE, 0.0, None, None, dropout_p, seed
