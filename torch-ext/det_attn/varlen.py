@@ -109,7 +109,7 @@ def det_attn_varlen(
     call = (causal, scale, precision, diagonal, 0, k_shape[2])
     reach = -1
     if block_table is None and seqused_k is None and _are_one(cu_seqlens_q, cu_seqlens_k):
-        reach = _reach(max_seqlen_k, causal, modifiers.window_left, modifiers.window_right)
+        reach = _reach(min(max_seqlen_k, checks.MAX_KEYS), causal, modifiers.window_left, modifiers.window_right)
     return fused(Q, K, V, call, modifiers, out_dtype, path, reach)[0][0].transpose(0, 1)
 
 
