@@ -86,7 +86,7 @@ def cast_for_autocast(query, key, value):
     if not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    return tuple(x.to(dtype) if x.dtype in checks._INPUT_DTYPES else x for x in (query, key, value))
 
 
 def draw_seed():
