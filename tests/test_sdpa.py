@@ -280,9 +280,13 @@ REFUSED = [
     (TypeError, "dtype", lambda: (zeros(1, 1, 3, 4), zeros(1, 1, 3, 4).half(), zeros(1, 1, 3, 4))),
     (TypeError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, dtype=torch.int64))),
     (ValueError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 4))),
-    (ValueError, "attn_bias", lambda: (*[zeros(3, 4)] * 3, zeros(2, 1, 1, 3, 3))),
+    (ValueError, "attn_mask", lambda: (*[zeros(3, 4)] * 3, zeros(2, 1, 1, 3, 3))),
+    (ValueError, "attn_mask", lambda: (*[zeros(2, 3, 4)] * 3, zeros(1, 1, 3, 3))),
     (NotImplementedError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, requires_grad=True))),
     (ValueError, "dropout_p", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 1.5)),
+    *((TypeError, "dropout_p", lambda p=p: (*[zeros(1, 1, 3, 4)] * 3, None, p)) for p in (None, "", [], zeros(2))),
+    (TypeError, "is_causal", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3), 0.0, zeros(2))),
+    (TypeError, "enable_gqa", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, None, "x")),
     (ValueError, "scale", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, INF)),
 ]
 
@@ -291,6 +295,23 @@ REFUSED = [
 def test_what_is_refused_names_the_argument(kernel, error, said, arguments):
     with pytest.raises(error, match=said):
         kernel.scaled_dot_product_attention(*arguments())
+
+
+def test_a_call_that_is_refused_draws_no_seed(kernel):
+    q = zeros(1, 1, 3, 4)
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    with pytest.raises(NotImplementedError, match="attn_bias"):
+        kernel.scaled_dot_product_attention(q, q, q, zeros(3, 3, requires_grad=True), 0.5)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_autocast_converts_only_what_attention_takes(kernel, dtype):
+    q = zeros(1, 1, 3, 4).to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="dtype"):
+        kernel.scaled_dot_product_attention(q, q, q)
 
 
 # ---- In torch's place ----------------------------------------------------------------------------------------------

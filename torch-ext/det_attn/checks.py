@@ -25,7 +25,7 @@ _FARTHEST = 2**60  # Mask::kFarthest in csrc/problem.h
 _MAX_SOFTCAP = torch.finfo(torch.float64).max
 _ID_SHAPES = {"dropout_rows": "[B, Sq] of Q", "dropout_keys": "[Skv] of K"}
 
-_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
 _STRIDED = torch.strided
 _HAS_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("forward"), "CUDA")
@@ -68,7 +68,7 @@ def _same_device(x, device, name, other):
 def matrix(x, name):
     """One of Q, K, V: dtype, [batch, heads, length, head_dim], dense last dimension. Returns its shape."""
     _tensor(x, name)
-    if x.dtype not in _INPUT_DTYPES:
+    if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"{name}: got dtype {x.dtype}, allowed are float32, bfloat16 and float16")
     shape = x.shape
     if len(shape) != 4:
@@ -112,7 +112,7 @@ def plain(Q, K, V):
     ):
         return None
     q_shape, k_shape = Q.shape, K.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape or Q.dtype not in _INPUT_DTYPES:
+    if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
         return None
     (batch, q_heads, _, head_dim), (k_batch, kv_heads, kv_len, k_dim) = q_shape, k_shape
     if (
@@ -195,7 +195,7 @@ def output_gradient(dO, out, DEN, Q, q_shape):
     """dO of any input dtype and out float32, both [B, Hq, Sq, D]; DEN int64 [B, Hq, Sq]."""
     for x, name in ((dO, "dO"), (out, "out")):
         _tensor(x, name)
-        if x.dtype not in _INPUT_DTYPES:
+        if x.dtype not in INPUT_DTYPES:
             raise TypeError(f"{name}: got dtype {x.dtype}, allowed are float32, bfloat16 and float16")
         _same_device(x, Q.device, name, "Q")
         if x.shape != q_shape:
@@ -406,7 +406,7 @@ def _bias(bias, Q, shape):
     if isinstance(bias, CausalBias):  # holds no values
         raise TypeError("attn_bias: got torch's CausalBias, must be a torch.Tensor with values; or use causal")
     _tensor(bias, "attn_bias")
-    if bias.dtype is not torch.bool and bias.dtype not in _INPUT_DTYPES:
+    if bias.dtype is not torch.bool and bias.dtype not in INPUT_DTYPES:
         raise TypeError(f"attn_bias: got dtype {bias.dtype}, allowed are bool, float32, bfloat16 and float16")
     _same_device(bias, Q.device, "attn_bias", "Q")
     _no_modifier_gradient(bias, "attn_bias")
@@ -547,7 +547,7 @@ def path_name(path, x):
 def output_dtype(out_dtype):
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: got {_got_type(out_dtype)}, must be a torch.dtype")
-    if out_dtype not in _INPUT_DTYPES:
+    if out_dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype: got {out_dtype}, allowed are torch.float32, torch.bfloat16 and torch.float16")
 
 

@@ -59,6 +59,7 @@ def scaled_dot_product_attention(
     if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = cast_for_autocast(query, key, value)
         shapes = None
+    checks.flag(is_causal, "is_causal")
     checks.flag(enable_gqa, "enable_gqa")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
@@ -82,11 +83,11 @@ def _are_shaped(query, key, value):
 
 def cast_for_autocast(query, key, value):
     """Under autocast torch gives its attention inputs of the reduced dtype."""
-    device = query.device.type
+    device = "cuda" if query.is_cuda else "cpu"
     if not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.dtype in checks._INPUT_DTYPES else x for x in (query, key, value))
+    return tuple(x.to(dtype) if x.dtype in checks.INPUT_DTYPES else x for x in (query, key, value))
 
 
 def draw_seed():
@@ -108,18 +109,17 @@ def same_width(query, key, value):
 def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes=None):
     """Inputs shaped as det_attn takes them; their shapes, if they are checked."""
     q_shape, k_shape = shapes or checks.inputs(query, key, value)
-    kept = type(dropout_p) is float and dropout_p == 0.0
-    if kept and attn_mask is None and (is_causal is True or is_causal is False):
-        modifiers = checks.NO_MODIFIERS
-    elif kept and is_causal is False:
-        modifiers = checks.only_bias(attn_mask, query, k_shape[2])
-    else:
-        seed = draw_seed() if dropout_p else 0
-        _, modifiers = checks.modifiers(
-            query, k_shape, is_causal, 0, 0, attn_mask, checks.EVERYWHERE, 0.0, None, None, dropout_p, seed
-        )
     scale = checks.softmax_scale(scale, q_shape[3])
     checks.precision_name(precision)
+    if type(dropout_p) is not float:
+        dropout_p = checks.dropout_probability(dropout_p)
+    if dropout_p == 0.0:
+        modifiers = checks.NO_MODIFIERS if attn_mask is None else checks.only_bias(attn_mask, query, k_shape[2])
+    else:
+        _, modifiers = checks.modifiers(
+            query, k_shape, is_causal, 0, 0, attn_mask, checks.EVERYWHERE, 0.0, None, None, dropout_p
+        )
+        modifiers = modifiers._replace(dropout_seed=draw_seed())  # a call that is refused draws nothing
     call = (is_causal, scale, precision, 0, 0, k_shape[2])  # from the top left: query i's own place is key i
     return fused(query, key, value, call, modifiers, query.dtype, "auto")[0]
 
@@ -157,6 +157,9 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         return x if x.stride(-1) == 1 else x.contiguous()
 
     out_shape = (*lead, *query.shape[-kept:-1], value_width)
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > max(2, len(out_shape)):
+        scores = (*out_shape[:-1], key.shape[-2])
+        raise ValueError(f"attn_mask: got shape {tuple(attn_mask.shape)}, must be broadcastable to {scores}")
     if attn_mask is not None and len(out_shape) > 4:
         attn_mask = _four_mask(attn_mask, (*out_shape[:-1], key.shape[-2]), batch)
     query, key, value = (four(x) for x in same_width(query, key, value))

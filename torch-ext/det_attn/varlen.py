@@ -135,7 +135,12 @@ def sequences_of(cu_seqlens, total):
 
 def _are_one(a, b):
     """Whether both are the same memory, which the host sees without their values. A compiler sees names alone."""
-    return a is b or (not torch.compiler.is_compiling() and a.is_set_to(b))
+    if a is b or torch.compiler.is_compiling():
+        return a is b
+    try:
+        return a.is_set_to(b)
+    except RuntimeError:  # a tensor of vmap
+        return False
 
 
 def _reach(longest, causal, left, right):
