@@ -68,6 +68,8 @@ void allow_shared(Kernel kernel, int bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
 }
 
+constexpr int32_t kZeroRow = INT32_MAX;  // the exponent of a value row that adds nothing to NUM
+
 // Section 1's rows of one tensor, [batch * heads * length] of them. A row is padded with zeros to `pitch` integers.
 struct PreparedRows {
   int32_t* integers;
@@ -75,8 +77,6 @@ struct PreparedRows {
   int32_t pitch;            // a multiple of kDimPad, so rows are 128-byte aligned and chunks of dims are whole
   uint8_t* special_rows;    // values only: 1 where a row has a non-finite element
   int32_t* special_heads;   // values only: nonzero where a (batch, head) has such a row
-
-  static constexpr int32_t kZeroRow = INT32_MAX;
 };
 
 }  // namespace det_attn::cuda

@@ -171,7 +171,7 @@ void run_chunks(const Context& ctx, Engine engine, const Problem& problem, const
   scores.distances.distance = workspace<uint4>(ctx, blocks * 4 * kWarpSize);
   scores.distances.block_max = workspace<int64_t>(ctx, blocks * kBlockRows);
   args.distances = scores.distances;
-  args.ticket = workspace<int>(ctx, 1);
+  if (engine == Engine::kWgmma) args.ticket = workspace<int>(ctx, 1);
   args.splits = plan.splits;
   args.into_digits = plan.splits > 1 || args.out.data == nullptr || engine == Engine::kDirect;
   args.split_keys = plan.split_keys;

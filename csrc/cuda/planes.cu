@@ -186,8 +186,6 @@ __global__ void tiles_kernel(const __grid_constant__ Shape s, const __grid_const
 
 // ---- value rows ----
 
-constexpr int32_t kZeroRow = INT32_MAX;  // a value row that adds nothing to NUM
-
 // One value row; slot c holds element 32 * c + lane. Non-finite elements become 0 (section 7: the exponent is taken
 // over the finite ones) and set `special`. Returns kZeroRow for a row without a nonzero finite element.
 template <int SLOTS>
@@ -298,9 +296,6 @@ __global__ void reset_values_kernel(Prepared out, int64_t heads) {
   out.value_special[head] = 0;
 }
 
-}  // namespace
-
-namespace {
 template <bool QUERY>
 void launch_row_planes(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
   const unsigned grid = grid_of(s.heads * (QUERY ? s.rows_pad : s.keys_pad) / kWarps);

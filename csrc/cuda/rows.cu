@@ -19,7 +19,7 @@ struct RowsTask {
   double scale;
   Precision precision;
   PreparedRows out;
-  bool notes;  // write the notes on value rows, and PreparedRows::kZeroRow
+  bool notes;  // write the notes on value rows, and kZeroRow
 };
 
 __device__ __forceinline__ uint64_t warp_max(uint64_t x) {
@@ -78,7 +78,7 @@ __device__ void quantise_row(const RowsTask& task, int64_t row, int lane) {
   nonzero = __any_sync(kFullWarp, nonzero);
 
   if (lane != 0) return;
-  task.out.exponents[row] = poisoned ? kPoisonedExponent : (task.notes && !nonzero ? PreparedRows::kZeroRow : e);
+  task.out.exponents[row] = poisoned ? kPoisonedExponent : (task.notes && !nonzero ? kZeroRow : e);
   if (!task.notes) return;
   task.out.special_rows[row] = special;
   if (special) task.out.special_heads[head_row] = 1;  // every writer writes the same

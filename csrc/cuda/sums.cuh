@@ -144,6 +144,15 @@ __device__ __forceinline__ void emit_output(const SumsArgs& args, const OutputRo
                           args.problem.modifiers.rescale()));
 }
 
+// The byte planes and digit positions of sums over values of V_PLANES planes; the sums kernels' tiles build on it.
+template <int V_PLANES>
+struct SumsDigits {
+  static constexpr int kValuePlanes = V_PLANES;
+  static constexpr int kWeightPlanes = V_PLANES == 3 ? 5 : 4;  // 31 + 8 or 23 + 8 bits after the shift
+  static constexpr int kPositions = kWeightPlanes + V_PLANES - 1;
+  static constexpr int kWeightBits = V_PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
+};
+
 // The accumulators of a warp: 16 rows x 8 * BLOCKS dims in every digit position, as C fragments.
 template <int POSITIONS, int BLOCKS>
 struct PositionSums {

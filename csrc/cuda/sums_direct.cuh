@@ -10,11 +10,9 @@
 namespace det_attn::cuda {
 
 template <int V_PLANES, int DIMS>
-struct SumsDirectTile {
-  static constexpr int kValuePlanes = V_PLANES, kDims = DIMS;
-  static constexpr int kWeightPlanes = V_PLANES == 3 ? 5 : 4;  // as in SumsTile
-  static constexpr int kPositions = kWeightPlanes + V_PLANES - 1;
-  static constexpr int kWeightBits = V_PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
+struct SumsDirectTile : SumsDigits<V_PLANES> {
+  using SumsDigits<V_PLANES>::kWeightPlanes;
+  static constexpr int kDims = DIMS;
   static constexpr int kWarps = 8, kThreads = kWarps * kWarpSize, kMultiplyThreads = kThreads;
   static constexpr int kRows = kBlockRows, kKeys = 128, kWarpKeys = kKeys / kWarps;  // a step's; quantised by a warp
   static constexpr int kBlocks = DIMS / 8 / kWarps;                                  // 8-dim blocks a warp multiplies
@@ -30,7 +28,6 @@ struct SumsDirectTile {
 
 namespace sums_direct {
 
-constexpr int kZeroRow = INT32_MAX;  // the exponent of a value row that adds nothing
 
 // Brings sixteen value rows, a warp's share of a step, to its part of shared memory as they are.
 template <class Tile>

@@ -11,13 +11,10 @@
 namespace det_attn::cuda {
 
 template <int V_PLANES, int DIMS>
-struct SumsHopperTile {
-  static constexpr int kValuePlanes = V_PLANES;
+struct SumsHopperTile : SumsDigits<V_PLANES> {
+  using SumsDigits<V_PLANES>::kWeightPlanes;
   // Two planes have 5 digit positions, three have 7: too many for wgmma, whose 64 rows are one warpgroup's.
   static constexpr bool kOnWgmma = V_PLANES == 2;
-  static constexpr int kWeightPlanes = V_PLANES == 3 ? 5 : 4;  // 31 + 8 or 23 + 8 bits after the shift
-  static constexpr int kPositions = kWeightPlanes + V_PLANES - 1;
-  static constexpr int kWeightBits = V_PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
   static constexpr int kDims = DIMS;
   static constexpr int kMultiplyWarps = 8, kFormingWarps = 4, kBringingWarps = 4;
   // A multiplying warp has 16 rows and kWarpDims dims.

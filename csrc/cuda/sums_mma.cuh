@@ -10,11 +10,8 @@
 namespace det_attn::cuda {
 
 template <int V_PLANES, int DIMS>
-struct SumsTile {
-  static constexpr int kValuePlanes = V_PLANES;
-  static constexpr int kWeightPlanes = V_PLANES == 3 ? 5 : 4;  // 31 + 8 or 23 + 8 bits after the shift
-  static constexpr int kPositions = kWeightPlanes + V_PLANES - 1;
-  static constexpr int kWeightBits = V_PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
+struct SumsTile : SumsDigits<V_PLANES> {
+  using SumsDigits<V_PLANES>::kWeightPlanes;
   static constexpr int kDims = DIMS;
   static constexpr int kWarpsD = DIMS / kSumWarpDims, kWarpsM = kSumWarps / kWarpsD;
   static constexpr int kRows = kWarpsM * kBlockRows;

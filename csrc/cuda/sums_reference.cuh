@@ -194,7 +194,7 @@ __device__ __forceinline__ bool weigh_keys(Shared& shared, const SumTask& task, 
   __syncthreads();  // the last step has read its value exponents
   if (threadIdx.x < kKeys) {
     const int key = threadIdx.x;
-    shared.value_exponents[key] = key < keys ? task.v.exponents[first_key + key] : PreparedRows::kZeroRow;
+    shared.value_exponents[key] = key < keys ? task.v.exponents[first_key + key] : kZeroRow;
   }
   score_dots(shared.scores, task.q.integers + (w.head_row * p.q_len + w.query) * task.q.pitch, w.rows,
              task.k.integers + first_key * task.k.pitch, keys, task.q.pitch);
@@ -296,8 +296,8 @@ __device__ __forceinline__ int least_exponent(const Shared& shared, int least) {
   static_assert(kKeys == 2 * kWarpSize, "a lane looks at two keys");
   const int lane = threadIdx.x % kWarpSize;
   const int first = shared.value_exponents[lane], second = shared.value_exponents[lane + kWarpSize];
-  return __reduce_min_sync(kFullWarp, min(first >= least ? first : PreparedRows::kZeroRow,
-                                          second >= least ? second : PreparedRows::kZeroRow));
+  return __reduce_min_sync(kFullWarp, min(first >= least ? first : kZeroRow,
+                                          second >= least ? second : kZeroRow));
 }
 
 // What the keys of `range` spend of the budget in a window at `base`.
@@ -383,8 +383,8 @@ __device__ __forceinline__ void sum_keys(SumShared<kHalves, kDims>& shared, cons
     int least = INT32_MIN;
     while (true) {
       // Every thread agrees on all of this: it comes from shared memory that no one writes before the next step.
-      least = done ? PreparedRows::kZeroRow : least_exponent(shared, least);
-      if (!done && least == PreparedRows::kZeroRow) break;
+      least = done ? kZeroRow : least_exponent(shared, least);
+      if (!done && least == kZeroRow) break;
       Exponents range{least, base + kWindow};
       int cost = least >= base && range.has(least) ? cost_of(shared, range, base) : 0;
       if (cost == 0 || spent + cost > SumBudget<kHalves>::kTotal) {
