@@ -42,17 +42,18 @@ def _got_type(x):
 def are_tensors(**given):
     """Whatever is looked at before the whole check."""
     for name, x in given.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {_got_type(x)}, must be a torch.Tensor")
-        if x.layout is not torch.strided or x.is_nested:
-            raise ValueError(f"{name}: got a {'nested' if x.is_nested else x.layout} tensor, must be dense and strided")
+        _strided(x, name)
 
 
-def _tensor(x, name):
+def _strided(x, name):
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {_got_type(x)}, must be a torch.Tensor")
     if x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"{name}: got a {'nested' if x.is_nested else x.layout} tensor, must be dense and strided")
+
+
+def _tensor(x, name):
+    _strided(x, name)
     if not (x.is_cpu or (_HAS_CUDA and x.is_cuda)):
         raise ValueError(f"{name}: got device {x.device}, this build has kernels for cpu{' and cuda' * _HAS_CUDA} only")
     # torch would drop the tangent without a word. The level is looked at first: it costs nothing where there is none.
@@ -135,8 +136,7 @@ def queries_keys(Q, K):
     k_shape = matrix(K, "K")
     if K.dtype is not Q.dtype:
         raise TypeError(f"K: got dtype {K.dtype}, must be Q's, {Q.dtype}")
-    if not (K.is_cpu and Q.is_cpu):
-        _same_device(K, Q.device, "K", "Q")
+    _same_device(K, Q.device, "K", "Q")
     if k_shape[0] != q_shape[0] or k_shape[3] != q_shape[3]:
         raise ValueError(
             f"K: got shape {tuple(k_shape)}, its batch and head_dim must be Q's, whose shape is {tuple(q_shape)}"
@@ -154,8 +154,7 @@ def values(V, K):
     v_shape = matrix(V, "V")
     if V.dtype is not K.dtype:
         raise TypeError(f"V: got dtype {V.dtype}, must be Q's and K's, {K.dtype}")
-    if not (V.is_cpu and K.is_cpu):
-        _same_device(V, K.device, "V", "K")
+    _same_device(V, K.device, "V", "K")
     if v_shape != K.shape:
         raise ValueError(f"V: got shape {tuple(v_shape)}, must be K's, {tuple(K.shape)}")
 
@@ -308,9 +307,9 @@ def modifiers(
     _offset(kv_offset, "kv_offset")
     if q_offset is not None:
         _offset(q_offset, "q_offset")
-    plain = attn_bias is None and alibi_slopes is None and key_ranges is None
-    plain = plain and type(window) is tuple and window == EVERYWHERE  # an array would compare by elements
-    if plain and kv_offset == 0 and type(softcap) is float and softcap == 0.0 and dropout_rows is dropout_keys is None:
+    bare = attn_bias is None and alibi_slopes is None and key_ranges is None
+    bare = bare and type(window) is tuple and window == EVERYWHERE  # an array would compare by elements
+    if bare and kv_offset == 0 and type(softcap) is float and softcap == 0.0 and dropout_rows is dropout_keys is None:
         if type(dropout_p) is float and dropout_p == 0.0 and type(dropout_seed) is type(dropout_head) is int:
             if dropout_seed == 0 and dropout_head == 0:  # most calls, whose checks should cost little
                 return (kv_len - Q.shape[2] if q_offset is None else q_offset) if causal else 0, NO_MODIFIERS
