@@ -82,6 +82,12 @@ struct Place {
   __device__ __forceinline__ void advance() { ++count; }
 };
 
+// The piece that the ring announces, for all lanes of a warp: read by the lane that will arrive on the barrier behind
+// which the next one is written.
+__device__ __forceinline__ int announced(const int& piece, unsigned lane) {
+  return __shfl_sync(kFullWarp, lane == 0 ? piece : 0, 0);
+}
+
 // A piece of work. What is needed only once is found anew instead of kept in registers.
 template <class Tile>
 __device__ __forceinline__ SumsWork<Tile> work_of(const SumsArgs& args, int piece) {
@@ -161,7 +167,7 @@ __device__ __forceinline__ void form_all(const SumsArgs& args, uint8_t* shared, 
 #pragma unroll 1
   while (true) {
     barrier_wait(barriers.input_full(used.stage()), used.parity());
-    const int piece = rings.input_work[used.stage()];
+    const int piece = announced(rings.input_work[used.stage()], lane);
     if (piece == kDone) {
       barrier_wait(barriers.empty(place.stage()), place.parity() ^ 1);
       return hand_over();
@@ -356,7 +362,7 @@ __device__ __forceinline__ void multiply_all(const SumsArgs& args, const uint8_t
 #pragma unroll 1
   while (true) {
     barrier_wait(barriers.full(place.stage()), place.parity());
-    const int piece = rings.work[place.stage()];
+    const int piece = announced(rings.work[place.stage()], lane);
     if (piece == kDone) return;
     PositionSums<Tile::kPositions, Tile::kBlocks> sums;
     bool flushed = false;
