@@ -143,8 +143,7 @@ Plan plan_of(const Context& ctx, Engine engine, const Problem& problem, const Sh
   plan.tiles = s.heads * (s.rows_pad / kRowPad);
   const int64_t tile_bytes = s.tile_blocks * (s.span / kBlockKeys) * kBlockBytes;
   const int64_t fit = tile_bytes == 0 ? plan.tiles : kChunkBytes / tile_bytes;
-  // Under a window tiles are small, and the short rows of one head must even out with the long ones of others.
-  const int64_t most = engine == Engine::kWgmma && s.span < s.keys_pad ? kResidentChunkTiles : kChunkTiles;
+  const int64_t most = engine == Engine::kWgmma ? kResidentChunkTiles : kChunkTiles;
   plan.chunk_tiles = std::max<int64_t>(1, std::min({fit, plan.tiles, most}));
   // CTAs of the sums kernel in one chunk that have rows.
   const int64_t per_tile = ceil_div(s.tile_blocks * kBlockRows, rows_of_sums(engine, s)) * dim_blocks(s);

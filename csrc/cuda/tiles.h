@@ -42,8 +42,10 @@ static_assert((kFlushKeys / kSumKeys & (kFlushKeys / kSumKeys - 1)) == 0, "flush
 // two waves of 64-row sums CTAs on 132 multiprocessors, so that long and short rows of a mask even out.
 constexpr int64_t kBlockBytes = kBlockRows * kBlockKeys * 4 + kBlockRows * 8;  // distances and block maxima
 constexpr int64_t kChunkBytes = int64_t(576) << 20;
-constexpr int64_t kChunkTiles = 132;      // so that the long accumulators of a chunk stay near 200 MB at 128 dims
-constexpr int64_t kResidentChunkTiles = 4 * kChunkTiles;  // where those are the CTAs' own, not the rows'
+constexpr int64_t kChunkTiles = 132;  // so that the long accumulators of a chunk stay near 200 MB at 128 dims
+// Where those are the CTAs' own, not the rows': tiles of short rows or of a window are small, the fewer launches the
+// better, and the short rows of one head even out with the long ones of others.
+constexpr int64_t kResidentChunkTiles = 4 * kChunkTiles;
 constexpr int64_t kLeastSplitKeys = 512;  // fewer keys a part and adding digits costs more than the products
 
 }  // namespace det_attn::cuda
