@@ -54,21 +54,21 @@ void accumulate_last(const Context& ctx, const Problem& problem, const double* o
 void grad_reference(const Context& ctx, const Gradient& call, int32_t* a, int32_t* b, int32_t* c) {
   const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::grad_reference(ctx, call, a, b, c);
-  cuda::tensor_core::grad_reference(ctx, call, a, b, c);
+  cuda::tensor_core::grad_reference(ctx, engine_of(path), call, a, b, c);
 }
 
 void grad_accumulate(const Context& ctx, const Gradient& call, const int32_t* a, const int32_t* b, const int32_t* c,
                      int64_t* dq, int64_t* dk, int64_t* dv) {
   const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::grad_accumulate(ctx, call, a, b, c, dq, dk, dv);
-  cuda::tensor_core::grad_accumulate(ctx, call, a, b, c, dq, dk, dv);
+  cuda::tensor_core::grad_accumulate(ctx, engine_of(path), call, a, b, c, dq, dk, dv);
 }
 
 void backward(const Context& ctx, const Gradient& call, const MutableView& dq, const MutableView& dk,
               const MutableView& dv) {
   const Path path = choose_path(ctx);
   if (path == Path::kReference) return cuda::reference::backward(ctx, call, dq, dk, dv);
-  cuda::tensor_core::backward(ctx, call, dq, dk, dv);
+  cuda::tensor_core::backward(ctx, engine_of(path), call, dq, dk, dv);
 }
 
 }  // namespace

@@ -174,11 +174,15 @@ void run_backward(const BackwardCall& b, const MutableView& dq, const MutableVie
 
 namespace {
 
-struct TensorCores : GradientEngine {
+class TensorCores : public GradientEngine {
+ public:
+  explicit TensorCores(Engine engine) : engine_(engine) {}
   void pairs(const Context& ctx, const PairsArgs& args) const override {
     const bool highest = args.shape.planes == 3;
     if (args.problem.modifiers.any()) {
       (highest ? launch_pairs_modified_highest : launch_pairs_modified_high)(ctx, args);
+    } else if (engine_ == Engine::kWgmma && args.shape.dims_pad >= 64 && args.shape.dims_pad <= 128) {
+      (highest ? launch_pairs_wgmma_highest : launch_pairs_wgmma_high)(ctx, args);
     } else {
       (highest ? launch_pairs_highest : launch_pairs_high)(ctx, args);
     }
@@ -186,6 +190,9 @@ struct TensorCores : GradientEngine {
   void sums(const Context& ctx, GradientSumsArgs args) const override {
     (args.shape.planes == 3 ? launch_gradient_sums_highest : launch_gradient_sums_high)(ctx, args);
   }
+
+ private:
+  Engine engine_;
 };
 
 // `sums`: the transposed planes of whatever is wanted.
@@ -223,21 +230,21 @@ BackwardCall prepare(const Context& ctx, const Gradient& call, const GradientEng
 
 namespace tensor_core {
 
-void grad_reference(const Context& ctx, const Gradient& call, int32_t* a, int32_t* b, int32_t* c) {
-  const TensorCores engine;
-  run_grad_reference(prepare(ctx, call, engine, false, false, false), a, b, c);
+void grad_reference(const Context& ctx, Engine engine, const Gradient& call, int32_t* a, int32_t* b, int32_t* c) {
+  const TensorCores cores(engine);
+  run_grad_reference(prepare(ctx, call, cores, false, false, false), a, b, c);
 }
 
-void grad_accumulate(const Context& ctx, const Gradient& call, const int32_t* a, const int32_t* b, const int32_t* c,
-                     int64_t* dq, int64_t* dk, int64_t* dv) {
-  const TensorCores engine;
-  run_grad_accumulate(prepare(ctx, call, engine, dq, dk, dv), a, b, c, dq, dk, dv);
+void grad_accumulate(const Context& ctx, Engine engine, const Gradient& call, const int32_t* a, const int32_t* b,
+                     const int32_t* c, int64_t* dq, int64_t* dk, int64_t* dv) {
+  const TensorCores cores(engine);
+  run_grad_accumulate(prepare(ctx, call, cores, dq, dk, dv), a, b, c, dq, dk, dv);
 }
 
-void backward(const Context& ctx, const Gradient& call, const MutableView& dq, const MutableView& dk,
+void backward(const Context& ctx, Engine engine, const Gradient& call, const MutableView& dq, const MutableView& dk,
               const MutableView& dv) {
-  const TensorCores engine;
-  run_backward(prepare(ctx, call, engine, dq.data, dk.data, dv.data), dq, dk, dv);
+  const TensorCores cores(engine);
+  run_backward(prepare(ctx, call, cores, dq.data, dk.data, dv.data), dq, dk, dv);
 }
 
 }  // namespace tensor_core

@@ -11,11 +11,26 @@ namespace det_attn::cuda {
 
 // ---- what a warp knows of its rows, a lane of its own ----
 
+// Where a warp's 16 x 32 pairs stand, and what is known of their rows and keys.
+struct WarpPairs {
+  int lane;
+  int64_t head;
+  int row, key;          // the first
+  const RowState* rows;  // the 16 rows'
+  const int2* keys;      // exponents of the rows of K, .x, and of V, .y, of the 32 keys
+  float4* waiting;       // the lane's memory, for what waits for the second product: see below
+  int stride;            // of it
+
+  // A lane's columns are 8 * n + 2 * (lane % 4) + j, n < 4, j < 2; its rows lane / 4 + 8 * h, h < 2.
+  __device__ __forceinline__ int2 column(int n, int j) const { return keys[n * 8 + lane % 4 * 2 + j]; }
+  __device__ __forceinline__ const RowState& own_row(int h) const { return rows[lane / 4 + 8 * h]; }
+};
+
 // Over a warp's rows; those that take no part count for the mask only, since their p is 0 whatever their scores are.
 struct PairWarp {
-  WarpRows rows;
-  int begin_max, end_min;  // keys in [begin_max, end_min) are attended by all rows
-  bool ordinary;           // exponents of Q and dO are within kOrdinaryExponent
+  int exponent_min, exponent_max;  // of Q; min > max if no row takes part
+  int begin_max, end_min;          // keys in [begin_max, end_min) are attended by all rows
+  bool ordinary;                   // exponents of Q and dO are within kOrdinaryExponent
 };
 
 // Where the exponents of a pair's rows are at most this, powers of two made of them are float32 numbers.
@@ -23,32 +38,16 @@ constexpr int kOrdinaryExponent = 30;
 __device__ __forceinline__ bool is_ordinary(int e) { return e >= -kOrdinaryExponent && e <= kOrdinaryExponent; }
 __device__ __forceinline__ float power_of_two(int n) { return __int_as_float((n + 127) << 23); }  // -126 <= n <= 127
 
-// ROWS: 16 or 32.
-template <int ROWS>
-__device__ __forceinline__ PairWarp pair_warp(const RowState* rows, int lane) {
-  const RowState& own = rows[lane % ROWS];
+__device__ __forceinline__ PairWarp pair_warp(const WarpPairs& at) {
+  const RowState& own = at.rows[at.lane % kBlockRows];
   const bool counts = own.maximum != kFarMaximum;
   const bool ordinary = !counts || (is_ordinary(own.query_exponent) && is_ordinary(own.grad_exponent));
-  return {{__reduce_min_sync(kFullWarp, counts ? own.query_exponent : INT32_MAX),
-           __reduce_max_sync(kFullWarp, counts ? own.query_exponent : INT32_MIN),
-           __reduce_min_sync(kFullWarp, own.end)},
+  return {__reduce_min_sync(kFullWarp, counts ? own.query_exponent : INT32_MAX),
+          __reduce_max_sync(kFullWarp, counts ? own.query_exponent : INT32_MIN),
           __reduce_max_sync(kFullWarp, own.begin),
           __reduce_min_sync(kFullWarp, own.end),
           static_cast<bool>(__all_sync(kFullWarp, ordinary))};
 }
-
-// A lane's columns of a block are 8 * n + 2 * (lane % 4) + j, n < 4, j < 2; its rows lane / 4 + 8 * h, h < 2. Exponents
-// of the columns' rows of K and V.
-struct LaneKeys {
-  int key[4][2], value[4][2];
-  __device__ __forceinline__ LaneKeys(const int2* keys, int lane) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int4 two = *reinterpret_cast<const int4*>(keys + n * 8 + (lane % 4) * 2);
-      key[n][0] = two.x, value[n][0] = two.y, key[n][1] = two.z, value[n][1] = two.w;
-    }
-  }
-};
 
 // ---- section 2 and 4: scores to p ----
 
@@ -56,16 +55,15 @@ struct LaneKeys {
 struct BlockDistances {
   uint32_t distance[4][4];
 };
-static __device__ __noinline__ BlockDistances careful_distances(const Dots dots, int eq0, int eq1, const int2* keys,
-                                                                int64_t m0, int64_t m1, int lane) {
+static __device__ __noinline__ BlockDistances careful_distances(const Dots dots, const WarpPairs at) {
   BlockDistances out;
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int ek = keys[n * 8 + (lane % 4) * 2 + (i & 1)].x;
-      const int64_t s = score_of(dots.dot[n][i], score_shift(i >> 1 ? eq1 : eq0, ek, kHighest.operand_bits));
-      out.distance[n][i] = clamp_distance((i >> 1 ? m1 : m0) - s);
+      const RowState& row = at.own_row(i >> 1);
+      const int shift = score_shift(row.query_exponent, at.column(n, i & 1).x, kHighest.operand_bits);
+      out.distance[n][i] = clamp_distance(row.maximum - score_of(dots.dot[n][i], shift));
     }
   return out;
 }
@@ -79,18 +77,20 @@ __device__ __forceinline__ uint32_t narrow_distance(int32_t m, int32_t s) {
   return min(static_cast<uint32_t>(max(m, s)) - static_cast<uint32_t>(s), kFarDistance);
 }
 
-// p of a block of 16 rows and 32 keys. rows: the block's; keys: exponents of the 32; key_base: the first of them.
+// p of a block of 16 rows and 32 keys.
 template <int PLANES, class Acc>
-__device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWarp& warp, const RowState* rows,
-                                                    const int2* keys, int key_base, int lane, float (&p)[4][4]) {
+__device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWarp& warp, const WarpPairs& at,
+                                                    float (&p)[4][4]) {
   constexpr int kWeightBits = PLANES == 3 ? kHighest.weight_bits : kHigh.weight_bits;
-  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
+  const RowState &row0 = at.own_row(0), &row1 = at.own_row(1);
   uint32_t distance[4][4];
-  // The shortcut of finish_block().
-  const int ek_max = __reduce_max_sync(kFullWarp, keys[lane].x), ek_min = __reduce_min_sync(kFullWarp, keys[lane].x);
-  const int r_min = score_shift(warp.rows.exponent_max, ek_max, kHighest.operand_bits);
-  const int r_max = score_shift(warp.rows.exponent_min, ek_min, kHighest.operand_bits);
-  bool small = warp.rows.exponent_min <= warp.rows.exponent_max && r_min >= 17 && r_max <= 24;
+  // The shortcut of finish_block(); digits of wide rows are joined by now, but as large.
+  const int own = at.keys[at.lane].x;
+  const Spread spread{__reduce_min_sync(kFullWarp, own), __reduce_max_sync(kFullWarp, own)};
+  const int r_min = score_shift(warp.exponent_max, spread.greatest, kHighest.operand_bits);
+  const int r_max = score_shift(warp.exponent_min, spread.least, kHighest.operand_bits);
+  bool small = warp.exponent_min <= warp.exponent_max && r_min >= 17 && r_max <= 24 &&
+               spread.greatest - spread.least <= kMostRaised<true>;
   if (small) {
     const int bias = 1 << (r_min + 5);
     uint32_t above = 0;
@@ -101,25 +101,17 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
     small = __all_sync(kFullWarp, above >> (r_min + 6) == 0);
   }
   if (small) {
-    const LaneKeys columns(keys, lane);
-    const int shift[2] = {score_shift(row0.query_exponent, 0, kHighest.operand_bits) + 7,
-                          score_shift(row1.query_exponent, 0, kHighest.operand_bits) + 7};
+    const int exponent[2] = {row0.query_exponent, row1.query_exponent};
+    int32_t s[4][4];
+    const auto key_exponents = [&](int n) { return make_int2(at.column(n, 0).x, at.column(n, 1).x); };
+    small_scores<PLANES, false>(acc, exponent, spread, key_exponents, s);
     const int32_t m[2] = {narrow_maximum(row0.maximum), narrow_maximum(row1.maximum)};
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int32_t s = (half_score<PLANES, false>(acc, n, i, shift[i >> 1] - columns.key[n][i & 1]) + 1) >> 1;
-        distance[n][i] = narrow_distance(m[i >> 1], s);
-      }
+      for (int i = 0; i < 4; ++i) distance[n][i] = narrow_distance(m[i >> 1], s[n][i]);
   } else {
-    Dots dots;
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, false>(acc, n, i);
-    const BlockDistances found = careful_distances(dots, row0.query_exponent, row1.query_exponent, keys, row0.maximum,
-                                                   row1.maximum, lane);
+    const BlockDistances found = careful_distances(dots_of<PLANES, false>(acc), at);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
@@ -133,13 +125,13 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       p[n][i] = mul_f32(__uint2float_rn(weight_from_distance<kWeightBits>(distance[n][i])), inverse[i >> 1]);
-  if (key_base < warp.begin_max || key_base + kPairBlock > warp.end_min) {
+  if (at.key < warp.begin_max || at.key + kPairBlock > warp.end_min) {
     const int begin[2] = {row0.begin, row1.begin}, end[2] = {row0.end, row1.end};
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int key = key_base + n * 8 + (lane % 4) * 2 + (i & 1);
+        const int key = at.key + n * 8 + (at.lane % 4) * 2 + (i & 1);
         if (key < begin[i >> 1] || key >= end[i >> 1]) p[n][i] = 0.0f;
       }
   }
@@ -148,99 +140,81 @@ __device__ __forceinline__ void block_probabilities(const Acc& acc, const PairWa
 // ---- section 8: dP to ds ----
 
 // Whether every row of the warp and every key of the block has ordinary exponents.
-__device__ __forceinline__ bool is_ordinary_block(const PairWarp& warp, const int2* keys, int lane) {
-  return warp.ordinary && __all_sync(kFullWarp, is_ordinary(keys[lane].x) && is_ordinary(keys[lane].y));
+__device__ __forceinline__ bool is_ordinary_block(const PairWarp& warp, const WarpPairs& at) {
+  const int2 own = at.keys[at.lane];
+  return warp.ordinary && __all_sync(kFullWarp, is_ordinary(own.x) && is_ordinary(own.y));
 }
 
-// dP for any exponents. Out of line, as careful_distances().
+// dP for any exponents, in place of the dot products that x has. Out of line, as careful_distances().
 struct BlockGradients {
-  float gradient[4][4];
+  float x[4][4];
 };
-static __device__ __noinline__ BlockGradients careful_gradients(const Dots dots, int eo0, int eo1, const int2* keys,
-                                                                int lane) {
-  BlockGradients out;
+static __device__ __noinline__ BlockGradients careful_gradients(BlockGradients block, const WarpPairs at) {
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int ev = keys[n * 8 + (lane % 4) * 2 + (i & 1)].y;
-      const double unit = pow2((i >> 1 ? eo1 : eo0) + ev - 2 * (kHighest.operand_bits - 1));
-      out.gradient[n][i] = score_gradient_of(__ll2float_rn(dots.dot[n][i]), unit);
+      const int exponents = at.own_row(i >> 1).grad_exponent + at.column(n, i & 1).y;
+      block.x[n][i] = score_gradient_of(block.x[n][i], pow2(exponents - 2 * (kHighest.operand_bits - 1)));
     }
-  return out;
+  return block;
 }
 
 // ds of the same block. The accumulators are of dO V^T. W is 0 exactly where p is: both of its factors are large
 // enough.
 // dot_of() of 16-bit operands is 2^16 too large, which the unit of 24-bit ones takes back: see Groups.
 template <int PLANES, class Acc>
-__device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const RowState* rows, const int2* keys,
-                                            const LaneKeys& columns, int lane, const float (&p)[4][4],
-                                            float (&ds)[4][4]) {
+__device__ __forceinline__ void block_terms(const Acc& acc, bool ordinary, const WarpPairs& at,
+                                            const float (&p)[4][4], float (&ds)[4][4]) {
   constexpr int kFraction = 2 * (kHighest.operand_bits - 1);
-  const RowState &row0 = rows[lane / 4], &row1 = rows[lane / 4 + 8];
-  const int exponent[2] = {row0.grad_exponent, row1.grad_exponent};
-  const float delta[2] = {row0.delta, row1.delta};
+  const float delta[2] = {at.own_row(0).delta, at.own_row(1).delta};
+  BlockGradients gradient;
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) gradient.x[n][i] = __ll2float_rn(dot_of<PLANES, false>(acc, n, i));
   if (ordinary) {
+    const int exponent[2] = {at.own_row(0).grad_exponent, at.own_row(1).grad_exponent};
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // The unit as a float32: one rounding of the exact product, as in float64.
-        const float unit = power_of_two(exponent[i >> 1] + columns.value[n][i & 1] - kFraction);
-        ds[n][i] = mul_f32(__ll2float_rn(dot_of<PLANES, false>(acc, n, i)), unit);
+        const float unit = power_of_two(exponent[i >> 1] + at.column(n, i & 1).y - kFraction);
+        gradient.x[n][i] = mul_f32(gradient.x[n][i], unit);
       }
   } else {
-    Dots dots;
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, false>(acc, n, i);
-    const BlockGradients found = careful_gradients(dots, exponent[0], exponent[1], keys, lane);
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) ds[n][i] = found.gradient[n][i];
+    gradient = careful_gradients(gradient, at);
   }
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], ds[n][i], delta[i >> 1]);
+    for (int i = 0; i < 4; ++i) ds[n][i] = score_term_of(p[n][i] != 0.0f, p[n][i], gradient.x[n][i], delta[i >> 1]);
 }
 
 // ---- sections 10 and 11: the same under modifiers ----
-// Pair by pair by the rules and out of line, for the 32 x 32 pairs of a warp at once: what modifiers need would not
-// find registers beside the accumulators. p and the softcap's slopes wait in shared memory: float4 (4 * m + n) * stride
-// of the lane's holds p of the pairs (n, i) of the 16-row half m, and slopes are 8 * stride further.
-
-// Where a warp's pairs stand, and what is known of their rows and keys.
-struct WarpPairs {
-  int64_t head, first_row;
-  int first_key;
-  const RowState* rows;
-  const int2* keys;
-};
-
-static __device__ __noinline__ void modified_probabilities(const Dots* dots, const PairsArgs& args, const WarpPairs& at,
-                                                           int lane, float4* waiting, int stride) {
+// Pair by pair by the rules and out of line: what modifiers need would not find registers beside the accumulators. p
+// and the softcap's slopes wait in shared memory: float4 n * stride of the lane's holds p of the pairs (n, i), and
+// slopes are 4 * stride further.
+static __device__ __noinline__ void modified_probabilities(const Dots& dots, const PairsArgs& args,
+                                                           const WarpPairs& at) {
   const Problem& problem = args.problem;
 #pragma unroll 1
-  for (int e = 0; e < 32; ++e) {
-    const int m = e / 16, n = e / 4 % 4, i = e % 4;
-    const int r = 16 * m + lane / 4 + 8 * (i >> 1), column = n * 8 + (lane % 4) * 2 + (i & 1);
-    const int key = at.first_key + column;
-    const RowState& row = at.rows[r];
+  for (int e = 0; e < 16; ++e) {
+    const int n = e / 4, i = e % 4, h = i >> 1, j = i & 1;
+    const int key = at.key + n * 8 + (at.lane % 4) * 2 + j;
+    const RowState& row = at.own_row(h);
     float p = 0.0f, slope = 1.0f;
     if (key >= row.begin && key < row.end) {
-      const int shift = score_shift(row.query_exponent, at.keys[column].x, kHighest.operand_bits);
+      const int shift = score_shift(row.query_exponent, at.column(n, j).x, kHighest.operand_bits);
       const ModifiedPair pair =
-          modified_pair(problem, at.head, at.first_row + r, key, score_of(dots[m].dot[n][i], shift));
+          modified_pair(problem, at.head, at.row + at.lane / 4 + 8 * h, key, score_of(dots.dot[n][i], shift));
       const int64_t distance = modified_distance(row.maximum, pair.score);
       p = probability_of(weight_of(distance, problem.precision.weight_bits), row.inverse);
       slope = pair.slope;
     }
-    float* to = reinterpret_cast<float*>(waiting + e / 4 * stride) + i;
-    to[0] = p, to[8 * 4 * stride] = slope;
+    float* to = reinterpret_cast<float*>(at.waiting + n * at.stride) + i;
+    to[0] = p, to[4 * 4 * at.stride] = slope;
   }
 }
 
@@ -248,33 +222,33 @@ static __device__ __noinline__ void modified_probabilities(const Dots* dots, con
 struct BlockPairs {
   float p[4][4], ds[4][4];
 };
-static __device__ __noinline__ void modified_terms(const Dots* dots, const PairsArgs& args, const WarpPairs& at,
-                                                   int lane, const float4* waiting, int stride, BlockPairs* out) {
+static __device__ __noinline__ BlockPairs modified_terms(const Dots& dots, const PairsArgs& args, const WarpPairs& at) {
   const Dropout& dropout = args.problem.modifiers.dropout;
+  BlockPairs out;
 #pragma unroll 1
-  for (int half = 0; half < 4; ++half) {
-    const int m = half >> 1, h = half & 1, r = 8 * half + lane / 4, column = (lane % 4) * 2;
-    const RowState& row = at.rows[r];
+  for (int h = 0; h < 2; ++h) {
+    const int r = at.row + at.lane / 4 + 8 * h;
+    const RowState& row = at.own_row(h);
     unsigned drops = 0;
-    if (dropout.on && at.first_row + r < args.shape.rows) {
-      const Pair own = pair_in_call(args.problem, at.head, at.first_row + r, 0);
+    if (dropout.on && r < args.shape.rows) {
+      const Pair own = pair_in_call(args.problem, at.head, r, 0);
       const int64_t row_id = dropout.row_id(own.batch, own.query, args.problem.q_len);
-      const int head = static_cast<int>(own.head), key = at.first_key + column;
+      const int head = static_cast<int>(own.head), key = at.key + (at.lane % 4) * 2;
       drops = dropped_keys(args, row_id, head, key) | dropped_keys(args, row_id, head, key + 16) << 4;
     }
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) {
-      const int n = k / 2, i = 2 * h + k % 2;
-      const float* from = reinterpret_cast<const float*>(waiting + (4 * m + n) * stride) + i;
-      const float p = from[0], slope = from[8 * 4 * stride];
+      const int n = k / 2, j = k % 2, i = 2 * h + j;
+      const float* from = reinterpret_cast<const float*>(at.waiting + n * at.stride) + i;
+      const float p = from[0], slope = from[4 * 4 * at.stride];
       const float factor = dropout.on ? (drops >> k & 1 ? 0.0f : dropout.rescale) : 1.0f;
-      const int ev = at.keys[column + 8 * n + k % 2].y;
-      const double unit = pow2(row.grad_exponent + ev - 2 * (kHighest.operand_bits - 1));
-      const float gradient = dropped(score_gradient_of(__ll2float_rn(dots[m].dot[n][i]), unit), factor);
-      out[m].p[n][i] = dropped(p, factor);
-      out[m].ds[n][i] = mul_f32(score_term_of(p != 0.0f, p, gradient, row.delta), slope);
+      const double unit = pow2(row.grad_exponent + at.column(n, j).y - 2 * (kHighest.operand_bits - 1));
+      const float gradient = dropped(score_gradient_of(__ll2float_rn(dots.dot[n][i]), unit), factor);
+      out.p[n][i] = dropped(p, factor);
+      out.ds[n][i] = mul_f32(score_term_of(p != 0.0f, p, gradient, row.delta), slope);
     }
   }
+  return out;
 }
 
 // ---- references ----
@@ -296,25 +270,26 @@ __device__ __forceinline__ int scatter_max(int (&column)[8], int lane) {
 __device__ __forceinline__ int scattered_key(int lane) { return lane / 8 * 8 + lane % 4 * 2 + (lane / 4 & 1); }
 
 // The same by the rule, for blocks with extraordinary exponents or terms; raises the references itself. Out of line.
-static __device__ __noinline__ void raise_carefully(const BlockPairs x, const References& to, const RowState* rows,
-                                                    const int2* keys, int64_t first_row, int64_t first_key,
-                                                    int rows_left, int lane) {
+static __device__ __noinline__ void raise_carefully(const BlockPairs x, const References& to, const WarpPairs at,
+                                                    int64_t real_rows) {
   int b[8], c[8];
   for (int h = 0; h < 2; ++h) {
-    const RowState& row = rows[lane / 4 + 8 * h];
+    const RowState& row = at.own_row(h);
     int a = kNoTerm;
     for (int q = 0; q < 8; ++q) {
       const int n = q >> 1, i = 2 * h + (q & 1), e = term_exponent(x.ds[n][i]);
       const int of_b = e + row.query_exponent, of_c = term_exponent(x.p[n][i]) + row.grad_exponent;
-      a = max(a, e + keys[n * 8 + (lane % 4) * 2 + (q & 1)].x);
+      a = max(a, e + at.column(n, q & 1).x);
       b[q] = h == 0 ? of_b : max(b[q], of_b);
       c[q] = h == 0 ? of_c : max(c[q], of_c);
     }
     a = max_over_quad(a);
-    if (lane % 4 == 0 && lane / 4 + 8 * h < rows_left) raise(to.a + first_row + lane / 4 + 8 * h, a);
+    const int64_t r = at.row + at.lane / 4 + 8 * h;
+    if (at.lane % 4 == 0 && r < real_rows) raise(to.a + at.head * real_rows + r, a);
   }
-  raise(to.b + first_key + scattered_key(lane), scatter_max(b, lane));
-  raise(to.c + first_key + scattered_key(lane), scatter_max(c, lane));
+  const int64_t key = at.head * to.key_stride + at.key + scattered_key(at.lane);
+  raise(to.b + key, scatter_max(b, at.lane));
+  raise(to.c + key, scatter_max(c, at.lane));
 }
 
 // Maxima of |ds| and p times powers of two, as bits: non-negative float32 numbers order as they do, with NaN on top.
@@ -328,18 +303,17 @@ struct PairMaxima {
     for (int q = 0; q < 8; ++q) b[q] = c[q] = 0;
   }
   // Folds a block in, its rows into `a`. False, and nothing done, where its terms are too large.
-  __device__ __forceinline__ bool add(const RowState* rows, const LaneKeys& columns, int lane, const float (&p)[4][4],
-                                      const float (&ds)[4][4], int (&a)[2]) {
+  __device__ __forceinline__ bool add(const WarpPairs& at, const BlockPairs& x, int (&a)[2]) {
     int largest = 0;
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_int(ds[n][i]) & 0x7fffffff);
+      for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_int(x.ds[n][i]) & 0x7fffffff);
     if (__any_sync(kFullWarp, largest >= kLargest)) return false;
     float of_query[2], of_grad[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowState& row = rows[lane / 4 + 8 * h];
+      const RowState& row = at.own_row(h);
       const bool counts = row.maximum != kFarMaximum;  // the others' exponents may be anything, their terms are 0
       of_query[h] = power_of_two((counts ? row.query_exponent : 0) + kOrdinaryExponent);
       of_grad[h] = power_of_two((counts ? row.grad_exponent : 0) + kOrdinaryExponent);
@@ -348,14 +322,14 @@ struct PairMaxima {
     for (int n = 0; n < 4; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float of_key = power_of_two(columns.key[n][j] + kOrdinaryExponent);
+        const float of_key = power_of_two(at.column(n, j).x + kOrdinaryExponent);
         const int q = 2 * n + j;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float size = fabsf(ds[n][2 * h + j]);
+          const float size = fabsf(x.ds[n][2 * h + j]);
           a[h] = max(a[h], __float_as_int(mul_f32(size, of_key)));
           b[q] = max(b[q], __float_as_int(mul_f32(size, of_query[h])));
-          c[q] = max(c[q], __float_as_int(mul_f32(p[n][2 * h + j], of_grad[h])));
+          c[q] = max(c[q], __float_as_int(mul_f32(x.p[n][2 * h + j], of_grad[h])));
         }
       }
     return true;
@@ -363,9 +337,10 @@ struct PairMaxima {
   __device__ __forceinline__ static int exponent(int bits) {
     return term_exponent(__int_as_float(bits)) - kOrdinaryExponent;
   }
-  __device__ __forceinline__ void publish(const References& to, int64_t first_key, int lane) {
-    raise(to.b + first_key + scattered_key(lane), exponent(scatter_max(b, lane)));
-    raise(to.c + first_key + scattered_key(lane), exponent(scatter_max(c, lane)));
+  __device__ __forceinline__ void publish(const References& to, const WarpPairs& at) {
+    const int64_t key = at.head * to.key_stride + at.key + scattered_key(at.lane);
+    raise(to.b + key, exponent(scatter_max(b, at.lane)));
+    raise(to.c + key, exponent(scatter_max(c, at.lane)));
   }
   // A row's maximum over a lane's columns of every tile, for all lanes of a quad.
   __device__ __forceinline__ static void publish_row(int32_t* to, int a, bool real, int lane) {
@@ -376,17 +351,46 @@ struct PairMaxima {
 
 // ---- keeping pairs ----
 
-// The float4 of a lane and a row half: see Pairs. `to` is the block's first, m the 16-row half of the block.
-__device__ __forceinline__ void keep_block(float4* to, int m, int lane, const float (&x)[4][4]) {
+// The warp's half of a block: see Pairs. `to` is the block's first entry.
+__device__ __forceinline__ void keep_block(float4* to, const WarpPairs& at, const float (&x)[4][4]) {
+  to += at.row / kBlockRows % 2 * 2 * kWarpSize + at.lane;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    __stcs(to + ((i & 1) * 4 + m * 2 + (i >> 1)) * kWarpSize + lane, make_float4(x[0][i], x[1][i], x[2][i], x[3][i]));
+    __stcs(to + ((i & 1) * 4 + (i >> 1)) * kWarpSize, make_float4(x[0][i], x[1][i], x[2][i], x[3][i]));
+}
+
+// The end of a block: its pairs to memory and to the references, if these are wanted. The rows' maxima are folded into
+// row_max, for raise_rows() after the last block.
+__device__ __forceinline__ void keep_and_raise(const PairsArgs& args, const WarpPairs& at, const BlockPairs& x,
+                                               bool ordinary, int (&row_max)[2]) {
+  if (args.pairs.p != nullptr) {
+    const int64_t block = args.pairs.block(args.strip, at.head, at.row, at.key);
+    keep_block(args.pairs.p + block, at, x.p);
+    keep_block(args.pairs.ds + block, at, x.ds);
+  }
+  if (args.references.a == nullptr) return;
+  PairMaxima maxima;
+  maxima.clear();
+  if (ordinary && maxima.add(at, x, row_max)) {
+    maxima.publish(args.references, at);
+  } else {
+    raise_carefully(x, args.references, at, args.shape.rows);
+  }
+}
+__device__ __forceinline__ void raise_rows(const PairsArgs& args, const WarpPairs& at, const int (&row_max)[2]) {
+  if (args.references.a == nullptr) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int64_t row = at.row + h * 8 + at.lane / 4;
+    PairMaxima::publish_row(args.references.a + at.head * args.shape.rows + row, row_max[h], row < args.shape.rows,
+                            at.lane);
+  }
 }
 
 // Where a CTA of `ROWS` rows stands: a row tile of the strip, and the keys that it walks, whole steps of kPairStep.
 struct PairsWork {
-  int64_t head, row;
-  int begin, end;
+  int64_t head;
+  int row, begin, end;  // 2^31 rows fit no memory
 };
 template <int ROWS>
 __device__ __forceinline__ PairsWork pairs_work(const PairsArgs& args, int64_t tile, int slab, int slab_keys) {
@@ -394,7 +398,8 @@ __device__ __forceinline__ PairsWork pairs_work(const PairsArgs& args, int64_t t
   const int64_t tiles = args.strip.rows / ROWS;
   PairsWork w;
   w.head = args.strip.head + tile / tiles;
-  w.row = args.strip.row + (tiles - 1 - tile % tiles) * ROWS;  // the longest rows of a causal call first
+  // The longest rows of a causal call first.
+  w.row = static_cast<int>(args.strip.row + (tiles - 1 - tile % tiles) * ROWS);
   int begin = INT32_MAX, end = 0;
   for (int i = 0; i < ROWS / 32; ++i) {
     const int2 range = args.state.range[(w.head * s.rows_pad + w.row) / 32 + i];

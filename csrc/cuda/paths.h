@@ -36,10 +36,11 @@ void accumulate(const Context&, Engine, const Problem&, const double* rowmax, in
 void accumulate_last(const Context&, Engine, const Problem&, const double* others, double* rowmax, int64_t* num,
                      int64_t* den);
 void forward(const Context&, Engine, const Problem&, const MutableView& out, double* rowmax, int64_t* den);
-void grad_reference(const Context&, const Gradient&, int32_t* a, int32_t* b, int32_t* c);
-void grad_accumulate(const Context&, const Gradient&, const int32_t* a, const int32_t* b, const int32_t* c, int64_t* dq,
-                     int64_t* dk, int64_t* dv);
-void backward(const Context&, const Gradient&, const MutableView& dq, const MutableView& dk, const MutableView& dv);
+void grad_reference(const Context&, Engine, const Gradient&, int32_t* a, int32_t* b, int32_t* c);
+void grad_accumulate(const Context&, Engine, const Gradient&, const int32_t* a, const int32_t* b, const int32_t* c,
+                     int64_t* dq, int64_t* dk, int64_t* dv);
+void backward(const Context&, Engine, const Gradient&, const MutableView& dq, const MutableView& dk,
+              const MutableView& dv);
 }  // namespace tensor_core
 
 }  // namespace det_attn::cuda

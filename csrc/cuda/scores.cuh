@@ -76,15 +76,6 @@ __device__ __forceinline__ int32_t middle_of(const Acc& acc, int n, int i) {
   return mid;
 }
 
-// floor(I / 2^(r - 1)) in 32 bits, for r in [17, 24] and a result that fits. What stands below middle cannot reach past
-// the floor; then y = hi * 2^8 + middle is taken as hi' * 2^8 + m' with m' in [0, 2^8).
-template <int PLANES, bool WIDE, class Acc>
-__device__ __forceinline__ int32_t half_score(const Acc& acc, int n, int i, int r_plus_7) {
-  const int32_t mid = middle_of<PLANES, WIDE>(acc, n, i);
-  const int32_t hi = acc(kGroupHi, n, i) + (mid >> 8);
-  return static_cast<int32_t>(__funnelshift_r(static_cast<uint32_t>(mid) << 24, static_cast<uint32_t>(hi), r_plus_7));
-}
-
 // ---- what a warp knows of its rows and keys ----
 
 // 16 rows of one head: exponents of the lane's two rows (lane / 4 and lane / 4 + 8).
@@ -271,6 +262,15 @@ __device__ __forceinline__ Block block_at(const Distances& d, int first_block, i
 struct Dots {
   int64_t dot[4][4];
 };
+template <int PLANES, bool WIDE, class Acc>
+__device__ __forceinline__ Dots dots_of(const Acc& acc) {
+  Dots dots;
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, n, i);
+  return dots;
+}
 
 // Section 10: an attended pair's score, kPoisonedScore among them, after the modifiers; kNoScore where they mask it.
 // `row` counts over heads * rows_pad.
@@ -363,23 +363,33 @@ __device__ __forceinline__ uint32_t as_factor(uint32_t x) {
   return x;
 }
 
+// Exponents of keys side by side, least and greatest.
+struct Spread {
+  int least, greatest;
+};
+// How far apart they may be in a block that takes 32 bits, so that a raised middle digit still fits.
+template <bool WIDE>
+constexpr int kMostRaised = WIDE ? 6 : 7;
+
 // The scores of a block that takes 32 bits, in 3 to 5 instructions a pair. With n = r - 16 in [1, 8] and I / 2^16 =
 // hi * 2^8 + middle, whose fraction cannot reach past the floor,
 //   S = floor((hi * 2^8 + middle + 2^(n-1)) / 2^n) = hi * 2^(8-n) + floor((middle + 2^(n-1)) / 2^n),
 // exact in 32 bits since S fits. A key whose exponent is d above the block's least has a d lower n: both digits times
-// 2^d under the largest n are the same fraction.
-template <int PLANES, bool WIDE, int COLUMNS, class Acc>
-__device__ __forceinline__ void small_scores(const Acc& acc, const BlockRows& rows, const Block& block, int lane,
-                                             int32_t (&s)[COLUMNS][4]) {
+// 2^d under the largest n are the same fraction. row_exponent: of the lane's two rows; key_exponents(n): of its two
+// keys in 8-key column n.
+template <int PLANES, bool WIDE, int COLUMNS, class Acc, class KeyExponents>
+__device__ __forceinline__ void small_scores(const Acc& acc, const int (&row_exponent)[2], Spread keys,
+                                             const KeyExponents& key_exponents, int32_t (&s)[COLUMNS][4]) {
+  static_assert((kMiddleBound<WIDE> << kMostRaised<WIDE>) + 128 < (int64_t(1) << 31), "a raised middle digit must fit");
   int n_of[2], half[2];
   uint32_t factor[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    n_of[h] = score_shift(rows.exponent[h], block.exponent_min, kHighest.operand_bits) - 16;
+    n_of[h] = score_shift(row_exponent[h], keys.least, kHighest.operand_bits) - 16;
     half[h] = 1 << (n_of[h] - 1);
     factor[h] = as_factor(1u << (8 - n_of[h]));
   }
-  if (block.exponent_min == block.exponent_max) {
+  if (keys.least == keys.greatest) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
@@ -392,9 +402,8 @@ __device__ __forceinline__ void small_scores(const Acc& acc, const BlockRows& ro
   }
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
-    const int2 ek = *reinterpret_cast<const int2*>(block.key_exponent + n * 8 + (lane % 4) * 2);
-    const uint32_t raised[2] = {as_factor(1u << (ek.x - block.exponent_min)),
-                                as_factor(1u << (ek.y - block.exponent_min))};
+    const int2 ek = key_exponents(n);
+    const uint32_t raised[2] = {as_factor(1u << (ek.x - keys.least)), as_factor(1u << (ek.y - keys.least))};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int h = i >> 1;
@@ -414,10 +423,9 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
   // The shortcut: every shift r of the tile in [17, 24], and |I| < 2^(r + 30) for every pair, so scores fit 31 bits.
   // |I| < (|hi| + 2^17) * 2^24 since |mid| * 2^16 + lo < 2^41; |hi| <= 2^(r_min + 5) is enough as r_min + 5 > 17.
   // Exponents of the keys differ by no more than the middle digit has room for.
-  constexpr int kColumns = BLOCKS * 4, kMostRaised = WIDE ? 6 : 7;
-  static_assert((kMiddleBound<WIDE> << kMostRaised) + 128 < (int64_t(1) << 31), "a raised middle digit must fit");
+  constexpr int kColumns = BLOCKS * 4;
   bool small = block.shift_min >= 17 && block.shift_max <= 24;
-  if constexpr (WIDE) small = small && block.exponent_max - block.exponent_min <= kMostRaised;
+  if constexpr (WIDE) small = small && block.exponent_max - block.exponent_min <= kMostRaised<WIDE>;
   if constexpr (MODIFIED) small = small && only_bias(warp.args->problem.modifiers);
   if (small) {
     const int bound = 1 << (block.shift_min + 5);
@@ -434,18 +442,17 @@ __device__ __forceinline__ void finish_block(const Acc& acc, const WarpRows& war
   const auto finish_carefully = [&] {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
-      Dots dots;
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dots.dot[n][i] = dot_of<PLANES, WIDE>(acc, b * 4 + n, i);
+      const Dots dots = dots_of<PLANES, WIDE>([&](int g, int n, int i) { return acc(g, b * 4 + n, i); });
       row_max = finish_block_careful<GIVEN, MODIFIED>(dots, warp, rows, block.at(b), lane, row_max);
     }
   };
   if (!small) return finish_carefully();
 
   int32_t s[kColumns][4];
-  small_scores<PLANES, WIDE>(acc, rows, block, lane, s);
+  const auto key_exponents = [&](int n) {
+    return *reinterpret_cast<const int2*>(block.key_exponent + n * 8 + (lane % 4) * 2);
+  };
+  small_scores<PLANES, WIDE>(acc, rows.exponent, {block.exponent_min, block.exponent_max}, key_exponents, s);
   if (block.masked) {
     const int2 keys[2] = {warp.keys[rows.first + lane / 4], warp.keys[rows.first + lane / 4 + 8]};
 #pragma unroll

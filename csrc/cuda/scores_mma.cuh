@@ -66,12 +66,12 @@ struct Fragments {
 // The exact dot products of a warp tile of M * 16 rows x 32 keys as int32 digit groups: acc[0] = hi, acc[1] = mid (3
 // planes) or lo (2 planes), acc[2] = lo (3 planes), acc[3] = p0 when WIDE keeps lo's two positions apart. See
 // dot_highest() and dot_high().
-template <int PLANES, bool WIDE, int M, int GROUPS>
+template <int PLANES, bool WIDE, int UNROLL = 2, int M, int GROUPS>
 __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][M][4][4], const Fragments& f, int steps) {
   constexpr int kTop = PLANES - 1;
   uint32_t a[M][4], b[2][4];
   // Phase 1: what the second phase adds on top of, one byte up.
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int step = 0; step < steps; ++step) {
     f.load_a(a, kTop, step);
     f.load_b(b, kTop, step);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void dot_tile(int32_t (&acc)[GROUPS][M][4][4], const 
   shift_byte(acc[0]);
   if constexpr (PLANES == 3 && !WIDE) shift_byte(acc[2]);
   // Phase 2: the remaining products.
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int step = 0; step < steps; ++step) {
     uint32_t a_top[M][4], b_top[2][4];
     f.load_a(a_top, kTop, step);

@@ -31,6 +31,8 @@ void launch_sums_direct_highest(const Context&, const SumsArgs&, int64_t tiles);
 void launch_sums_direct_high(const Context&, const SumsArgs&, int64_t tiles);
 void launch_pairs_highest(const Context&, const PairsArgs&);
 void launch_pairs_high(const Context&, const PairsArgs&);
+void launch_pairs_wgmma_highest(const Context&, const PairsArgs&);
+void launch_pairs_wgmma_high(const Context&, const PairsArgs&);
 // With modifiers; the others know none.
 void launch_pairs_modified_highest(const Context&, const PairsArgs&);
 void launch_pairs_modified_high(const Context&, const PairsArgs&);
