@@ -6,6 +6,7 @@ In: build/, and a small Hub on localhost (hub.py). Every load is a fresh process
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,17 +126,54 @@ def test_a_quick_build_is_named_unfit_and_not_uploaded(client, tmp_path):
     assert refused.returncode == 1 and "unfit for some machines" in refused.stderr
 
 
-def test_the_workflow_builds_what_build_toml_lists_and_uploads_only_what_was_verified():
+@pytest.fixture(scope="module")
+def jobs():
+    """The jobs of the release workflow."""
     yaml = pytest.importorskip("yaml")
-    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
-    jobs = workflow["jobs"]
+    return yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+
+
+def holds(condition, **github):
+    """Whether an `if` of a workflow holds."""
+    return eval(re.sub(r"github\.(\w+)", lambda name: repr(github[name[1]]), condition).replace("&&", "and"))
+
+
+def test_the_workflow_builds_what_build_toml_lists_and_uploads_only_what_was_verified(jobs):
     assert jobs["build"]["strategy"]["matrix"]["backend"] == CONFIG["general"]["backends"]
     assert (jobs["verify"]["needs"], jobs["upload"]["needs"]) == ("build", "verify")
-    assert jobs["upload"]["if"] == "github.ref_type == 'tag'"
-    check = next(s["run"] for s in jobs["build"]["steps"] if s.get("if") == "github.ref_type == 'tag'")
+    check = next(s for s in jobs["build"]["steps"] if s.get("name") == "The tag names the version of build.toml")
+    assert holds(check["if"], ref_type="tag") and not holds(check["if"], ref_type="branch")
     for tag, right in (("v1.0", True), ("v1.12", True), ("v2.0", False), ("v11.0", False), ("v1", False)):
-        done = subprocess.run(["bash", "-e", "-c", check], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag})
+        done = subprocess.run(["bash", "-e", "-c", check["run"]], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag})
         assert (done.returncode == 0) == right, tag
+
+
+@pytest.mark.parametrize("event", ["push", "workflow_dispatch"])
+@pytest.mark.parametrize("ref", ["tag", "branch"])
+def test_a_run_by_hand_never_uploads(jobs, event, ref):
+    """Not even on a tag."""
+    assert holds(jobs["upload"]["if"], event_name=event, ref_type=ref) == ((event, ref) == ("push", "tag"))
+
+
+def test_the_workflow_builds_a_clean_tree(jobs):
+    """Without a flake.lock nix would write one: kernel-builder then marks the build dirty, and loading it warns."""
+    (build,) = (s["run"] for s in jobs["build"]["steps"] if "nix build" in s.get("run", ""))
+    assert "--no-write-lock-file" in build or (ROOT / "flake.lock").exists()
+
+
+@pytest.mark.parametrize("job", ["verify", "upload"])
+def test_the_bundles_of_all_backends_meet_one_after_the_other(jobs, job, tmp_path):
+    """Each has a card. Downloaded into one folder at once their bytes may mix: actions/download-artifact#395."""
+    downloaded, joined = jobs[job]["steps"][1:3]
+    assert downloaded["with"] == {"pattern": "build-*", "path": "bundles"}
+    for backend in CONFIG["general"]["backends"]:
+        variant = tmp_path / "bundles" / f"build-{backend}" / f"torch-{backend}"
+        variant.mkdir(parents=True)
+        (variant / "metadata.json").write_text(backend)
+        (variant.parent / "CARD.md").write_text("card")
+    subprocess.run(["bash", "-e", "-c", joined["run"]], cwd=tmp_path, check=True)
+    found = {p.relative_to(tmp_path / "build").as_posix(): p.read_text() for p in tmp_path.glob("build/**/*.*")}
+    assert found == {"CARD.md": "card", "torch-cpu/metadata.json": "cpu", "torch-cuda/metadata.json": "cuda"}
 
 
 # ---- The Hub -----------------------------------------------------------------------------------------------------
