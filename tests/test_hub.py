@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import tomllib
 from conftest import REPO_ID, ROOT
-from hub import Hub
+from hub import GIT_ATTRIBUTES, Hub
 from kernels._rust import Metadata
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -186,11 +186,14 @@ def hub(client, root, packaged):
     hub.repos[REPO_ID] = {}
     hub.commit(REPO_ID, "main", {})
     hub.commit(REPO_ID, "v1", {"build/old/gone.py": b"", "benchmarks/benchmark_old.py": b"", "kept.txt": b"kept"})
-    with hub.serve() as address:
-        hub.address = address
-        published = run(hub, root, sys.executable, root / "tools/package.py", "--upload")
-        assert published.splitlines()[-1] == f"published {REPO_ID} as {hub.repos[REPO_ID]['v1']}"
+    with hub.serve() as hub.address:
+        publish(hub, root)
         yield hub
+
+
+def publish(hub, root):
+    published = run(hub, root, sys.executable, root / "tools/package.py", "--upload")
+    assert published.splitlines()[-1] == f"published {REPO_ID} as {hub.repos[REPO_ID]['v1']}"
 
 
 def environment(hub, cache, **more):
@@ -236,6 +239,19 @@ def test_publishing_replaces_old_builds_and_keeps_other_files(hub, packaged):
     files = {p.relative_to(packaged).as_posix(): p.read_bytes() for p in packaged.rglob("*") if p.is_file()}
     del files["README.md"]
     assert branches["v1"] == {**files, "kept.txt": b"kept"}
+
+
+def test_the_first_upload_makes_the_repository_that_others_load_from(client, root, packaged, tmp_path):
+    hub = Hub()
+    with hub.serve() as hub.address:
+        publish(hub, root)
+        branches = {name: hub.commits[sha] for name, sha in hub.repos[REPO_ID].items()}
+        path, _ = load(hub, tmp_path)
+    attributes = {".gitattributes": GIT_ATTRIBUTES}  # where the Hub's own repositories start
+    files = {p.relative_to(packaged).as_posix(): p.read_bytes() for p in packaged.rglob("*") if p.is_file()}
+    assert branches["main"] == {**attributes, "README.md": files.pop("README.md")}
+    assert branches["v1"] == {**attributes, **files}
+    assert tmp_path in path.parents and path.parent.name == CPU.name
 
 
 @pytest.fixture(scope="module")
