@@ -5,7 +5,7 @@
 
 In: tensors Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D], dO like Q, saved with safetensors, and if the call has them
 attn_bias, alibi_slopes and key_ranges. Out: a hash per boundary, as docs/contract.md section 5 defines it; or the first
-boundary at which two reports differ, and exit status 1.
+boundary at which two reports differ, and exit status 1. Status 2: a file is not what it should be.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from shard_rotation import load_kernel  # beside this file
 
 CONTRACT = 1
 TENSORS = ("Q", "K", "V", "dO", "attn_bias", "alibi_slopes", "key_ranges")
+REPORT = {"contract": int, "where": dict, "settings": dict, "shapes": dict, "boundaries": dict}
 SETTINGS = ("causal", "scale", "precision", "q_offset", "window", "softcap", "dropout_p", "dropout_seed")
 # What to look at when a boundary is the first to differ: all before it were the same bytes.
 MEANING = {
@@ -36,6 +37,11 @@ MEANING = {
     "gradient": "the gradients' rounding (section 8)",
     "backward": "autograd of the fused call, whose stages agree one by one: a bug",
 }
+
+
+def refuse(path, what):
+    print(f"{path}: {what}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def sha256(x):
@@ -65,6 +71,8 @@ def fingerprint(kernel, tensors, settings):
         return found
 
     dO = tensors["dO"]
+    integers, exponents = kernel.rows(dO, "key", precision=precision)
+    found["rows: dO integers"], found["rows: dO exponents"] = sha256(integers), sha256(exponents)
     state = (Q, K, V, dO, out, rowmax, den)
     references = kernel.grad_reference(*state, **call)
     sums = kernel.grad_accumulate(*state, *references, **call)
@@ -81,12 +89,19 @@ def fingerprint(kernel, tensors, settings):
 
 
 def report(kernel, path, device, settings):
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    stored = load_file(path, device=str(device))
+    try:
+        stored = load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        refuse(path, f"not a readable .safetensors file: {error}")
     missing = [name for name in "QKV" if name not in stored]
     if missing:
-        raise SystemExit(f"{path}: has no tensor named {', '.join(missing)}, only {', '.join(stored) or 'none'}")
+        refuse(path, f"has no tensor named {', '.join(missing)}, only {', '.join(sorted(stored)) or 'none'}")
+    unknown = sorted(stored.keys() - set(TENSORS))
+    if unknown:  # to leave it out would be to hash another call
+        refuse(path, f"has a tensor named {', '.join(unknown)}, allowed are {', '.join(TENSORS)}")
     tensors = {name: stored[name] for name in TENSORS if name in stored}
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
     return {
@@ -96,6 +111,21 @@ def report(kernel, path, device, settings):
         "shapes": {n: [str(x.dtype).removeprefix("torch."), *x.shape] for n, x in tensors.items()},
         "boundaries": fingerprint(kernel, tensors, settings),
     }
+
+
+def read_report(path):
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        refuse(path, f"not a report of this script: {error}")
+    parts = found if isinstance(found, dict) else {}
+    missing = [name for name, kind in REPORT.items() if not isinstance(parts.get(name), kind)]
+    if missing:
+        refuse(path, f"not a report of this script: it lacks {', '.join(missing)}")
+    foreign = [name for name in found["boundaries"] if name.split(":")[0] not in MEANING]
+    if foreign:
+        refuse(path, f"not a report of this script: {', '.join(foreign)} is no boundary of it")
+    return found
 
 
 def compare(first, second):
@@ -139,7 +169,7 @@ def main():
     if (args.file is None) == (args.compare is None):
         parser.error("give a .safetensors file, or --compare and two reports")
     if args.compare:
-        text, same = compare(*(json.loads(path.read_text()) for path in args.compare))
+        text, same = compare(*map(read_report, args.compare))
         print(text)
         return 0 if same else 1
     settings = {name: getattr(args, name) for name in SETTINGS}
@@ -147,7 +177,7 @@ def main():
     for name, value in found["boundaries"].items():
         print(f"{name:18} {value}")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

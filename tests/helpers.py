@@ -75,6 +75,11 @@ def tensor(x):
     return torch.from_numpy(np.ascontiguousarray(x))
 
 
+def to(device, how):
+    """A call's arguments, with its tensors on a device."""
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+
+
 def narrow(x, dtype):
     """Section 6's rounding of a float32 tensor: torch's own turns NaN into other bits on some machines."""
     return x.to(dtype).masked_fill(x.isnan(), float("nan"))

@@ -13,6 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
+GIT_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"  # all that a new repository holds, in short
+
+
 def git_blob(data):
     """git's name of a file's content."""
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
@@ -168,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         if repo in self.hub.repos:
             return self.answer({"error": "exists", **url}, 409)
         self.hub.repos[repo] = {}
-        self.hub.commit(repo, "main", {})
+        self.hub.commit(repo, "main", {".gitattributes": GIT_ATTRIBUTES})
         self.answer(url)
 
     @property

@@ -9,11 +9,15 @@ import sys
 
 import pytest
 import torch
+
+import oracle
 from conftest import ROOT
-from helpers import make
+from helpers import make, sha256, tensor
 from test_golden import fixtures, golden, inputs_of
 
-save_file = pytest.importorskip("safetensors.torch").save_file
+pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
 sys.path.insert(0, str(ROOT / "examples"))
 import fingerprint  # noqa: E402
 
@@ -60,9 +64,12 @@ def test_the_hashes_are_the_golden_ones(kernel, device, name, tmp_path):
 
 def test_with_an_output_gradient_every_boundary_of_the_backward_pass_is_there(kernel, device, call):
     found = fingerprint.report(kernel, call, device, SETTINGS)["boundaries"]
-    names = [f"reference: {x}" for x in "ABC"] + [f"sum: d{x}" for x in "QKV"]
+    names = ["rows: dO integers", "rows: dO exponents"]  # first: all that follows is made of them
+    names += [f"reference: {x}" for x in "ABC"] + [f"sum: d{x}" for x in "QKV"]
     names += [f"{kind}: d{x}" for kind in ("gradient", "backward") for x in "QKV"]
-    assert list(found)[-12:] == names
+    assert list(found)[-14:] == names
+    rows = oracle.rows(load_file(call)["dO"], "key", None, "highest")
+    assert [found[name] for name in names[:2]] == [sha256(tensor(x)) for x in rows]
     assert [found[f"gradient: d{x}"] for x in "QKV"] == [found[f"backward: d{x}"] for x in "QKV"]
     assert all(b.split(":")[0] in fingerprint.MEANING for b in found)
 
@@ -124,8 +131,6 @@ def test_a_changed_input_is_found_at_the_input(kernel, call, tmp_path):
     {"key_ranges": torch.tensor([[2, 20]] * 9, dtype=torch.int32)[None]},
 ])  # fmt: skip
 def test_every_modifier_reaches_the_stages_and_the_fused_call(kernel, device, call, tmp_path, change):
-    from safetensors.torch import load_file
-
     settings = {**SETTINGS, **{n: v for n, v in change.items() if n in SETTINGS}}
     tensors = {n: x for n, x in load_file(call).items() if n != "dO"}
     plain, changed = tmp_path / "plain.safetensors", tmp_path / "changed.safetensors"
@@ -137,7 +142,60 @@ def test_every_modifier_reaches_the_stages_and_the_fused_call(kernel, device, ca
     assert (after["rowmax"] == before["rowmax"]) == ("dropout_p" in change)
 
 
-def test_a_file_without_q_k_v_is_refused(kernel, tmp_path):
-    save_file({"Q": torch.zeros(1, 1, 1, 1), "k": torch.zeros(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(SystemExit, match="no tensor named K, V"):
-        fingerprint.report(kernel, tmp_path / "x.safetensors", "cpu", SETTINGS)
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """What the script says of these arguments, and nothing else: the status is 2, as 1 says that two reports differ."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fingerprint.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            fingerprint.main()
+        printed = capsys.readouterr()
+        assert (stopped.value.code, printed.out) == (2, "")
+        return printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "tensors, said",
+    [
+        (("Q", "k"), "has no tensor named K, V, only Q, k"),
+        (("Q", "K", "V", "bias"), "has a tensor named bias, allowed are Q, K, V, dO, attn_bias, alibi_slopes, key_ran"),
+        (("Q", "K", "V", "dO", "dropout", "mask"), "has a tensor named dropout, mask, allowed are Q, K, V, dO,"),
+    ],
+)
+def test_a_file_with_other_tensors_is_refused_by_their_names(refused, tmp_path, tensors, said):
+    """A tensor that was left out would leave the hashes of another call."""
+    save_file({name: torch.zeros(1, 1, 1, 1) for name in tensors}, tmp_path / "x.safetensors")
+    assert f"{tmp_path / 'x.safetensors'}: {said}" in refused(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("text", [None, "", "not a file of tensors"])
+def test_a_file_that_is_not_of_tensors_is_refused(refused, tmp_path, text):
+    path = tmp_path / "x.safetensors"
+    if text is not None:
+        path.write_text(text)
+    assert refused(path).startswith(f"{path}: not a readable .safetensors file: ")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (None, "No such file"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe", "can't decode byte"),
+        (b"[]", "lacks contract, where, settings, shapes, boundaries"),
+        (b'{"contract": 1}', "lacks where, settings, shapes, boundaries"),
+        (dict(shapes=None), "lacks shapes"),
+        (dict(boundaries={"out": "", "LSE": ""}), "LSE is no boundary of it"),
+    ],
+)
+def test_what_is_no_report_is_refused_by_name(refused, found, tmp_path, change, said):
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(found))
+    if change is not None:
+        bad.write_bytes(change if isinstance(change, bytes) else json.dumps({**found, **change}).encode())
+    for reports in ((good, bad), (bad, good)):
+        printed = refused("--compare", *reports)
+        assert printed.startswith(f"{bad}: not a report of this script: ") and said in printed, printed

@@ -6,6 +6,7 @@ In: build/, and a small Hub on localhost (hub.py). Every load is a fresh process
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import tomllib
 from conftest import REPO_ID, ROOT
-from hub import Hub
+from hub import GIT_ATTRIBUTES, Hub
 from kernels._rust import Metadata
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -125,17 +126,54 @@ def test_a_quick_build_is_named_unfit_and_not_uploaded(client, tmp_path):
     assert refused.returncode == 1 and "unfit for some machines" in refused.stderr
 
 
-def test_the_workflow_builds_what_build_toml_lists_and_uploads_only_what_was_verified():
+@pytest.fixture(scope="module")
+def jobs():
+    """The jobs of the release workflow."""
     yaml = pytest.importorskip("yaml")
-    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
-    jobs = workflow["jobs"]
+    return yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+
+
+def holds(condition, **github):
+    """Whether an `if` of a workflow holds."""
+    return eval(re.sub(r"github\.(\w+)", lambda name: repr(github[name[1]]), condition).replace("&&", "and"))
+
+
+def test_the_workflow_builds_what_build_toml_lists_and_uploads_only_what_was_verified(jobs):
     assert jobs["build"]["strategy"]["matrix"]["backend"] == CONFIG["general"]["backends"]
     assert (jobs["verify"]["needs"], jobs["upload"]["needs"]) == ("build", "verify")
-    assert jobs["upload"]["if"] == "github.ref_type == 'tag'"
-    check = next(s["run"] for s in jobs["build"]["steps"] if s.get("if") == "github.ref_type == 'tag'")
+    check = next(s for s in jobs["build"]["steps"] if s.get("name") == "The tag names the version of build.toml")
+    assert holds(check["if"], ref_type="tag") and not holds(check["if"], ref_type="branch")
     for tag, right in (("v1.0", True), ("v1.12", True), ("v2.0", False), ("v11.0", False), ("v1", False)):
-        done = subprocess.run(["bash", "-e", "-c", check], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag})
+        done = subprocess.run(["bash", "-e", "-c", check["run"]], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag})
         assert (done.returncode == 0) == right, tag
+
+
+@pytest.mark.parametrize("event", ["push", "workflow_dispatch"])
+@pytest.mark.parametrize("ref", ["tag", "branch"])
+def test_a_run_by_hand_never_uploads(jobs, event, ref):
+    """Not even on a tag."""
+    assert holds(jobs["upload"]["if"], event_name=event, ref_type=ref) == ((event, ref) == ("push", "tag"))
+
+
+def test_the_workflow_builds_a_clean_tree(jobs):
+    """Without a flake.lock nix would write one: kernel-builder then marks the build dirty, and loading it warns."""
+    (build,) = (s["run"] for s in jobs["build"]["steps"] if "nix build" in s.get("run", ""))
+    assert "--no-write-lock-file" in build or (ROOT / "flake.lock").exists()
+
+
+@pytest.mark.parametrize("job", ["verify", "upload"])
+def test_the_bundles_of_all_backends_meet_one_after_the_other(jobs, job, tmp_path):
+    """Each has a card. Downloaded into one folder at once their bytes may mix: actions/download-artifact#395."""
+    downloaded, joined = jobs[job]["steps"][1:3]
+    assert downloaded["with"] == {"pattern": "build-*", "path": "bundles"}
+    for backend in CONFIG["general"]["backends"]:
+        variant = tmp_path / "bundles" / f"build-{backend}" / f"torch-{backend}"
+        variant.mkdir(parents=True)
+        (variant / "metadata.json").write_text(backend)
+        (variant.parent / "CARD.md").write_text("card")
+    subprocess.run(["bash", "-e", "-c", joined["run"]], cwd=tmp_path, check=True)
+    found = {p.relative_to(tmp_path / "build").as_posix(): p.read_text() for p in tmp_path.glob("build/**/*.*")}
+    assert found == {"CARD.md": "card", "torch-cpu/metadata.json": "cpu", "torch-cuda/metadata.json": "cuda"}
 
 
 # ---- The Hub -----------------------------------------------------------------------------------------------------
@@ -148,11 +186,14 @@ def hub(client, root, packaged):
     hub.repos[REPO_ID] = {}
     hub.commit(REPO_ID, "main", {})
     hub.commit(REPO_ID, "v1", {"build/old/gone.py": b"", "benchmarks/benchmark_old.py": b"", "kept.txt": b"kept"})
-    with hub.serve() as address:
-        hub.address = address
-        published = run(hub, root, sys.executable, root / "tools/package.py", "--upload")
-        assert published.splitlines()[-1] == f"published {REPO_ID} as {hub.repos[REPO_ID]['v1']}"
+    with hub.serve() as hub.address:
+        publish(hub, root)
         yield hub
+
+
+def publish(hub, root):
+    published = run(hub, root, sys.executable, root / "tools/package.py", "--upload")
+    assert published.splitlines()[-1] == f"published {REPO_ID} as {hub.repos[REPO_ID]['v1']}"
 
 
 def environment(hub, cache, **more):
@@ -198,6 +239,19 @@ def test_publishing_replaces_old_builds_and_keeps_other_files(hub, packaged):
     files = {p.relative_to(packaged).as_posix(): p.read_bytes() for p in packaged.rglob("*") if p.is_file()}
     del files["README.md"]
     assert branches["v1"] == {**files, "kept.txt": b"kept"}
+
+
+def test_the_first_upload_makes_the_repository_that_others_load_from(client, root, packaged, tmp_path):
+    hub = Hub()
+    with hub.serve() as hub.address:
+        publish(hub, root)
+        branches = {name: hub.commits[sha] for name, sha in hub.repos[REPO_ID].items()}
+        path, _ = load(hub, tmp_path)
+    attributes = {".gitattributes": GIT_ATTRIBUTES}  # where the Hub's own repositories start
+    files = {p.relative_to(packaged).as_posix(): p.read_bytes() for p in packaged.rglob("*") if p.is_file()}
+    assert branches["main"] == {**attributes, "README.md": files.pop("README.md")}
+    assert branches["v1"] == {**attributes, **files}
+    assert tmp_path in path.parents and path.parent.name == CPU.name
 
 
 @pytest.fixture(scope="module")

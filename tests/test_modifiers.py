@@ -22,14 +22,11 @@ from helpers import (
     oracle_boundaries,
     paths,
     tensor,
+    to,
 )
 
 NAMES = ("dQ", "dK", "dV")
 SIZES = dict(B=2, heads=(4, 2), Sq=33, Skv=150, D=24)
-
-
-def to(device, how):
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in how.items()}
 
 
 def real(seed, *shape):
