@@ -188,7 +188,12 @@ class TensorCores : public GradientEngine {
     }
   }
   void sums(const Context& ctx, GradientSumsArgs args) const override {
-    (args.shape.planes == 3 ? launch_gradient_sums_highest : launch_gradient_sums_high)(ctx, args);
+    const bool highest = args.shape.planes == 3;
+    if (engine_ == Engine::kWgmma) {
+      (highest ? launch_gradient_sums_hopper_highest : launch_gradient_sums_hopper_high)(ctx, args);
+    } else {
+      (highest ? launch_gradient_sums_highest : launch_gradient_sums_high)(ctx, args);
+    }
   }
 
  private:

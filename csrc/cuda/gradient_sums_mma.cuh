@@ -3,24 +3,10 @@
 // inner dimension; four warps round terms while the other four multiply, then the reverse.
 #pragma once
 
-#include "common.cuh"
-#include "gradients.cuh"
+#include "gradient_terms.cuh"
 #include "mma.cuh"
 
 namespace det_attn::cuda {
-
-// A term is three bytes: unsigned ones for dV, whose terms are never negative. Elsewhere the top one is signed and
-// holds bits 16 to 22 and the sign, so +-2^23 is missing from terms beyond it: a fourth plane holds +-64 there, which
-// is multiplied twice at the top plane's position, 2 * 64 * 2^16, wherever a block of terms has any.
-constexpr int kTermPlanes = 3;
-static_assert(kLargestTerm < 1 << 24, "terms must fit three bytes, and a sign");
-
-// Four terms as planes, all four bytes of each: the top plane as above. Returns what the fourth plane holds.
-__device__ __forceinline__ uint32_t split_sign(uint32_t (&planes)[4]) {
-  const uint32_t missing = (planes[2] ^ planes[3]) & 0x80808080u;
-  planes[2] ^= missing;
-  return missing >> 1 | (missing & planes[3]);
-}
 
 // FETCHES steps of pairs are on their way from memory at a time: two where shared memory has room for them.
 template <int V_PLANES, int DIMS, int FETCHES>
@@ -47,25 +33,6 @@ struct GradientTile {
 };
 static_assert(GradientTile<3, 128, 1>::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
 
-// x * 2^n clamped to [-L, L] and rounded, as gradient_term(), in float32: scaling by a power of two is exact, or
-// ends below 2^-126, where the term is 0, or above 2^127, where it is clamped. Two factors, since n leaves float32's
-// exponents; beyond [-252, 254] the term is 0 or clamped whatever x is.
-__device__ __forceinline__ int32_t quick_term(float x, int n, float limit) {
-  n = max(-252, min(n, 254));
-  const int half = n >> 1;
-  const float y = mul_f32(mul_f32(x, __uint_as_float(static_cast<uint32_t>(half + 127) << 23)),
-                          __uint_as_float(static_cast<uint32_t>(n - half + 127) << 23));
-  return __float2int_rn(fmaxf(fminf(y, limit), -limit));  // fminf() takes a NaN to the limit
-}
-
-// Which part of the sums a CTA has.
-struct GradientWork {
-  int64_t head;
-  int row;  // the first of its rows: query rows (of_query) or keys; 2^31 of either fit no memory
-  int inner_begin, inner_end;
-  int dim_block;
-};
-
 // OF_QUERY: dQ. SIGNED: terms are ds; otherwise p.
 template <class Tile, bool OF_QUERY, bool SIGNED>
 struct GradientSums {
@@ -84,8 +51,7 @@ struct GradientSums {
   unsigned dirty;  // bit 2 * s + m: the warp left something in the fourth plane of stage s, rows 16 * m to 16 * m + 15
   int32_t acc[Tile::kPositions][2][4][4];
 
-  // Shared memory beside the stages: G - reference of the tile's rows, kNoTerms where they have none.
-  static constexpr int kNoTerms = INT32_MIN;
+  // Shared memory beside the stages: shift_of_row() of the tile's rows.
   __device__ __forceinline__ int* shifts() const { return reinterpret_cast<int*>(shared + Tile::kShiftsAt); }
 
   __device__ __forceinline__ int row_in_tile(int i) const {  // of the sums' rows
@@ -104,12 +70,7 @@ struct GradientSums {
     const int64_t planes = work.head * V * ((OF_QUERY ? args.shape.keys_pad : args.shape.rows_pad) / kPairBlock);
     factor = job.factor + planes * args.shape.value_dims_pad * kPairBlock + work.dim_block * Tile::kFactorBlockBytes +
              threadIdx.x * 16;
-    if (threadIdx.x < Tile::kRows) {
-      const int64_t row = work.row + threadIdx.x, real = OF_QUERY ? args.shape.rows : args.shape.keys;
-      const int32_t reference = row < real ? job.reference[work.head * job.reference_stride + row] : kReferenceEmpty;
-      int shift;
-      shifts()[threadIdx.x] = term_shift(reference, job.bits, shift) ? shift : kNoTerms;
-    }
+    if (threadIdx.x < Tile::kRows) shifts()[threadIdx.x] = shift_of_row(args, job, work, threadIdx.x);
     dirty = 0;
     for (int i = threadIdx.x; i < Tile::kTermPlaneBytes / 4; i += Tile::kThreads) {
       for (int stage = 0; stage < 2; ++stage)
@@ -125,44 +86,13 @@ struct GradientSums {
           for (int i = 0; i < 4; ++i) acc[p][m][n][i] = 0;
   }
 
-  // Keys that some of the 64 query rows at `row` attend, whole steps: there pairs were kept.
-  __device__ __forceinline__ int2 kept_keys(int row) const {
-    const int64_t at = (work.head * args.shape.rows_pad + row / kPairStep * kPairStep) / 32;
-    const int4 two = *reinterpret_cast<const int4*>(args.state.range + at);
-    const int begin = min(two.x, two.z), end = max(two.y, two.w);
-    return make_int2(begin / kPairStep * kPairStep, (end + kPairStep - 1) / kPairStep * kPairStep);
-  }
-
-  // Lists the steps of the CTA's part that have pairs, in order, and returns their number. All threads call it.
-  __device__ __forceinline__ int list_steps() const {
-    static_assert(kMostInnerRows / Tile::kStep <= Tile::kMostSteps && Tile::kMostSteps == Tile::kThreads, "one each");
-    __shared__ int counts[Tile::kWarps];
-    const int inner = work.inner_begin + threadIdx.x * Tile::kStep;
-    bool active = inner < work.inner_end;
-    if (!OF_QUERY && active) {  // of dQ, the part is cut to what its rows attend
-      const int2 keys = kept_keys(inner);
-      active = work.row < keys.y && work.row + Tile::kRows > keys.x;
-    }
-    const unsigned mask = __ballot_sync(kFullWarp, active);
-    if (lane == 0) counts[warp] = __popc(mask);
-    __syncthreads();
-    int before = 0, all = 0;
-#pragma unroll 1
-    for (int w = 0; w < Tile::kWarps; ++w) {
-      before += w < warp ? counts[w] : 0;
-      all += counts[w];
-    }
-    if (active) steps()[before + __popc(mask & ((1u << lane) - 1))] = inner;
-    __syncthreads();
-    return all;
-  }
   __device__ __forceinline__ int* steps() const { return reinterpret_cast<int*>(shared + Tile::kStepsAt); }
 
   // Whether the block of pairs at (row, key) was kept. Where a step's rows and keys are one square it was, or the step
   // were not listed.
   __device__ __forceinline__ bool is_kept(int row, int key) const {
     if constexpr (Tile::kRows == kPairStep) return true;
-    const int2 keys = kept_keys(row);
+    const int2 keys = kept_keys(args, work, row);
     return key >= keys.x && key < keys.y;
   }
 
@@ -194,42 +124,6 @@ struct GradientSums {
     }
   }
 
-  // The thread's terms: t[row of the sums / 8][inner row / 8] from x[query row / 8][key / 8].
-  __device__ __forceinline__ void terms_of(const float (&x)[4][4], const int (&exponent)[4], const int (&shift)[4],
-                                           int32_t (&t)[4][4]) const {
-    const float limit = static_cast<float>(largest_term(job.bits));
-    int least = INT32_MAX, most = INT32_MIN, lowest = INT32_MAX, highest = INT32_MIN;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      least = min(least, shift[i]), most = max(most, shift[i]);
-      lowest = min(lowest, exponent[i]), highest = max(highest, exponent[i]);
-    }
-    // Ordinary numbers: every power of two below is a float32, so one product scales exactly; see quick_term().
-    if (least >= -60 && most <= 60 && lowest >= -60 && highest <= 60) {
-      float of_row[4], of_inner[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        of_row[i] = __uint_as_float(static_cast<uint32_t>(shift[i] + 127) << 23);
-        of_inner[i] = __uint_as_float(static_cast<uint32_t>(exponent[i] + 127) << 23);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float y = mul_f32(OF_QUERY ? x[i][k] : x[k][i], mul_f32(of_row[i], of_inner[k]));
-          t[i][k] = __float2int_rn(fmaxf(fminf(y, limit), -limit));
-        }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int32_t term = quick_term(OF_QUERY ? x[i][k] : x[k][i], exponent[k] + shift[i], limit);
-        t[i][k] = shift[i] == kNoTerms ? 0 : term;
-      }
-  }
-
   // For each stage and warp, bit m: whether the fourth plane holds anything in rows 16 * m of the half block it rounds.
   __device__ __forceinline__ uint8_t* missing() const { return shared + Tile::kMissingAt; }
 
@@ -251,7 +145,7 @@ struct GradientSums {
       exponent[i] = exponents[8 * i];
       shift[i] = shifts()[row_in_tile(i)];
     }
-    terms_of(x, exponent, shift, t);
+    terms_of<OF_QUERY>(x, exponent, shift, job.bits, t);
 
     const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4;
     uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kRows * 32 + (row_in_tile(0) >> 3) * 256 +
@@ -368,7 +262,7 @@ struct GradientSums {
 
   __device__ __forceinline__ void run() {
     constexpr int kFetches = Tile::kFetches;
-    const int count = list_steps();
+    const int count = list_steps<Tile, OF_QUERY>(args, work, steps());
     if (count == 0) return;
     copy_factor(steps()[0], 0);
 #pragma unroll
@@ -419,36 +313,6 @@ struct GradientSums {
     }
   }
 };
-
-// The CTA's part; inner_begin >= inner_end where there is nothing to do.
-template <class Tile>
-__device__ __forceinline__ GradientWork gradient_work(const GradientSumsArgs& args, const SumJob& job) {
-  const Shape& s = args.shape;
-  const Strip& strip = args.strip;
-  GradientWork w;
-  w.dim_block = blockIdx.x % args.dim_blocks;
-  const int64_t tiles = (job.of_query ? strip.rows : s.keys_pad) / Tile::kRows, tile = blockIdx.x / args.dim_blocks;
-  w.inner_begin = w.inner_end = 0;
-  if (tile >= tiles * strip.heads) return w;
-  w.head = strip.head + tile / tiles;
-  if (job.of_query) {  // the longest rows of a causal call first
-    w.row = static_cast<int>(strip.row + (tiles - 1 - tile % tiles) * Tile::kRows);
-    int begin = INT32_MAX, end = 0;
-    for (int i = 0; i < Tile::kRows / 32; ++i) {
-      const int2 range = args.state.range[(w.head * s.rows_pad + w.row) / 32 + i];
-      begin = min(begin, range.x), end = max(end, range.y);
-    }
-    const int part = static_cast<int>(blockIdx.y * args.split_keys);
-    w.inner_begin = max(begin / kPairStep * kPairStep, part);
-    w.inner_end = static_cast<int>(min(static_cast<int64_t>(end), part + args.split_keys));
-  } else {
-    w.row = static_cast<int>(tile % tiles * Tile::kRows);
-    const int64_t part = strip.row + blockIdx.y * args.split_rows;
-    w.inner_begin = static_cast<int>(min(part, s.rows));
-    w.inner_end = static_cast<int>(min(min(strip.row + strip.rows, s.rows), part + args.split_rows));
-  }
-  return w;
-}
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)

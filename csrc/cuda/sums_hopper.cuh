@@ -72,16 +72,6 @@ struct Barriers {
   __device__ __forceinline__ uint32_t input_empty(unsigned i) const { return input_full(Tile::kInputs + i); }
 };
 
-// Where one side is in a ring.
-template <int STAGES>
-struct Place {
-  static_assert((STAGES & (STAGES - 1)) == 0, "so that the count may wrap");
-  unsigned count = 0;
-  __device__ __forceinline__ unsigned stage() const { return count % STAGES; }
-  __device__ __forceinline__ int parity() const { return static_cast<int>(count / STAGES & 1); }
-  __device__ __forceinline__ void advance() { ++count; }
-};
-
 // The piece that the ring announces, for all lanes of a warp: read by the lane that will arrive on the barrier behind
 // which the next one is written.
 __device__ __forceinline__ int announced(const int& piece, unsigned lane) {

@@ -38,6 +38,8 @@ void launch_pairs_modified_highest(const Context&, const PairsArgs&);
 void launch_pairs_modified_high(const Context&, const PairsArgs&);
 void launch_gradient_sums_highest(const Context&, const GradientSumsArgs&);
 void launch_gradient_sums_high(const Context&, const GradientSumsArgs&);
+void launch_gradient_sums_hopper_highest(const Context&, const GradientSumsArgs&);
+void launch_gradient_sums_hopper_high(const Context&, const GradientSumsArgs&);
 
 // ---- edges.cu: what is not a matrix product ----
 // Public rowmax [heads * rows] <-> prepared.rowmax.

@@ -55,6 +55,16 @@ __device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, i
   copy_bulk(shared, global, bytes, shared_address(barrier));
 }
 
+// Where one side is in a ring of stages, each with such barriers.
+template <int STAGES>
+struct Place {
+  static_assert((STAGES & (STAGES - 1)) == 0, "so that the count may wrap");
+  unsigned count = 0;
+  __device__ __forceinline__ unsigned stage() const { return count % STAGES; }
+  __device__ __forceinline__ int parity() const { return static_cast<int>(count / STAGES & 1); }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
 // ---- wgmma ----
 // An operand in core matrices (plane_offset()): K-major, no swizzle. Neighbouring 16-byte columns are 128 bytes apart,
 // neighbouring groups of 8 rows `eight_rows` bytes.

@@ -8,10 +8,8 @@
 
 namespace det_attn::cuda {
 
-template <class Tile>
-bool launch_gradient_sums_tile(const Context& ctx, GradientSumsArgs args) {
-  if (Tile::kSharedBytes > shared_limit(ctx.device)) return false;
-  auto kernel = gradient_sums_kernel<Tile>;
+template <class Tile, class Kernel>
+void launch_gradient_sums_kernel(const Context& ctx, Kernel kernel, GradientSumsArgs args) {
   allow_shared(kernel, Tile::kSharedBytes);
   args.dim_blocks = args.shape.value_dims_pad / Tile::kDims;
   const int64_t blocks =
@@ -21,6 +19,12 @@ bool launch_gradient_sums_tile(const Context& ctx, GradientSumsArgs args) {
   const dim3 grid(grid_of(blocks), static_cast<unsigned>(parts), args.job_count);
   kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream_of(ctx)>>>(args);
   check_launch("gradient_sums_kernel");
+}
+
+template <class Tile>
+bool launch_gradient_sums_tile(const Context& ctx, const GradientSumsArgs& args) {
+  if (Tile::kSharedBytes > shared_limit(ctx.device)) return false;
+  launch_gradient_sums_kernel<Tile>(ctx, gradient_sums_kernel<Tile>, args);
   return true;
 }
 
