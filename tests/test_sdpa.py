@@ -9,6 +9,7 @@ import time
 import timeit
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
@@ -264,6 +265,9 @@ REFUSED = [
     (ValueError, "attn_mask: got shape", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, zeros(2, 3, 3))),
     (ValueError, "attn_mask: got shape", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, zeros(1, 1, 2, 1, 3, 3))),
     (TypeError, "attn_mask: got list", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, [1.0])),
+    (TypeError, "attn_mask: got list", lambda: (*[zeros(1, 3, 4)] * 3, [1.0])),
+    (TypeError, "attn_mask: got list", lambda: (zeros(1, 4, 3, 4), *[zeros(1, 1, 3, 4)] * 2, [1.0])),
+    (TypeError, "CausalBias", lambda: (*[zeros(1, 3, 4)] * 3, causal_lower_right(3, 3))),
     (TypeError, "CausalBias", lambda: (*[zeros(1, 1, 3, 4)] * 3, causal_lower_right(3, 3))),
     (
         ValueError,
@@ -278,16 +282,25 @@ REFUSED = [
     (ValueError, "multiple of", lambda: (zeros(1, 3, 3, 4), *[zeros(1, 2, 3, 4)] * 2, None, 0.0, False, None, True)),
     (TypeError, "dtype", lambda: [zeros(1, 1, 3, 4, dtype=torch.float64)] * 3),
     (TypeError, "dtype", lambda: (zeros(1, 1, 3, 4), zeros(1, 1, 3, 4).half(), zeros(1, 1, 3, 4))),
-    (TypeError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, dtype=torch.int64))),
-    (ValueError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 4))),
+    (TypeError, "^attn_mask: got dtype torch.int64", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3).long())),
+    (ValueError, r"^attn_mask: got shape \(3, 4\)", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 4))),
     (ValueError, "attn_mask", lambda: (*[zeros(3, 4)] * 3, zeros(2, 1, 1, 3, 3))),
     (ValueError, "attn_mask", lambda: (*[zeros(2, 3, 4)] * 3, zeros(1, 1, 3, 3))),
-    (NotImplementedError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, requires_grad=True))),
+    (NotImplementedError, "^attn_mask: got", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, requires_grad=True))),
     (ValueError, "dropout_p", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 1.5)),
     *((TypeError, "dropout_p", lambda p=p: (*[zeros(1, 1, 3, 4)] * 3, None, p)) for p in (None, "", [], zeros(2))),
     (TypeError, "is_causal", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3), 0.0, zeros(2))),
     (TypeError, "enable_gqa", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, None, "x")),
-    (ValueError, "scale", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, INF)),
+    (ValueError, "^scale", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, INF)),
+    *((TypeError, "^scale", lambda x=x: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, x)) for x in ("x", True, zeros())),
+    (
+        ValueError,
+        "do not broadcast",
+        lambda: (*[zeros(1, 2, 3, 4)] * 2, zeros(1, 4, 3, 4), None, 0.0, False, None, True),
+    ),
+    (ValueError, "^query: got head_dim 0", lambda: (zeros(1, 1, 3, 0), zeros(1, 1, 3, 0), zeros(1, 1, 3, 4))),
+    (TypeError, "^query: got dtype torch.float64", lambda: [zeros(2, 3, 4, dtype=torch.float64)] * 3),
+    (TypeError, "^value: got dtype torch.float16, must be query's", lambda: (*[zeros(3, 4)] * 2, zeros(3, 4).half())),
 ]
 
 
@@ -302,7 +315,7 @@ def test_a_call_that_is_refused_draws_no_seed(kernel):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    with pytest.raises(NotImplementedError, match="attn_bias"):
+    with pytest.raises(NotImplementedError, match="attn_mask"):
         kernel.scaled_dot_product_attention(q, q, q, zeros(3, 3, requires_grad=True), 0.5)
     assert torch.equal(torch.rand(1), expected)
 

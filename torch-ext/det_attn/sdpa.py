@@ -41,8 +41,10 @@ def scaled_dot_product_attention(
         dropout_p: probability of dropping a weight. The seed is drawn from torch's default CPU generator, on every
             device: torch.manual_seed governs it, and nothing waits for a GPU.
         is_causal: query i attends the keys j <= i: aligned to the top left, unlike `det_attn(causal=True)`.
-        scale: factor on the scores, finite; None is 1 / sqrt(E).
-        enable_gqa: Hq may be a multiple of H; query head h reads key head h // (Hq // H).
+        scale: factor on the scores, a finite number of Python or numpy; None is 1 / sqrt(E). Not a tensor, unlike in
+            torch: it would have to be read.
+        enable_gqa: Hq may be a multiple of H; query head h reads key head h // (Hq // H). Key and value have the same
+            number of heads, unlike in torch.
         precision: "highest" or "high", as in `det_attn`.
 
     Returns:
@@ -108,37 +110,31 @@ def same_width(query, key, value):
 
 def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes=None):
     """Inputs shaped as det_attn takes them; their shapes, if they are checked."""
-    q_shape, k_shape = shapes or checks.inputs(query, key, value)
+    q_shape, k_shape = shapes or checks.inputs(query, key, value, checks.TORCHS)
     scale = checks.softmax_scale(scale, q_shape[3])
     checks.precision_name(precision)
-    if type(dropout_p) is not float:
+    bias = attn_mask
+    if bias is not None:
+        bias = checks.bias(bias, query, (*q_shape[:3], k_shape[2]), "attn_mask", "query")
+    if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = checks.dropout_probability(dropout_p)
-    if dropout_p == 0.0:
-        modifiers = checks.NO_MODIFIERS if attn_mask is None else checks.only_bias(attn_mask, query, k_shape[2])
+    if dropout_p > 0.0:  # a call that is refused draws nothing
+        modifiers = checks.Modifiers(bias, dropout_p=dropout_p, dropout_seed=draw_seed())
     else:
-        _, modifiers = checks.modifiers(
-            query, k_shape, is_causal, 0, 0, attn_mask, checks.EVERYWHERE, 0.0, None, None, dropout_p
-        )
-        modifiers = modifiers._replace(dropout_seed=draw_seed())  # a call that is refused draws nothing
+        modifiers = checks.NO_MODIFIERS if bias is None else checks.Modifiers(bias)
     call = (is_causal, scale, precision, 0, 0, k_shape[2])  # from the top left: query i's own place is key i
     return fused(query, key, value, call, modifiers, query.dtype, "auto")[0]
 
 
 def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision):
     """Any leading dimensions, grouped heads, and values of another width, brought to det_attn's shapes by views."""
-    checks.are_tensors(query=query, key=key, value=value)
     for x, name in ((query, "query"), (key, "key"), (value, "value")):
         if x.dim() < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be at least 2-D [..., length, head_dim]")
-    width, value_width = query.shape[-1], value.shape[-1]
-    if key.shape[-1] != width:
-        raise ValueError(f"key: got head_dim {key.shape[-1]}, must be query's, {width}")
-    if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"value: got {value.shape[-2]} rows, must be key's, {key.shape[-2]}")
-    if max(width, value_width) > checks.MAX_HEAD_DIM:
-        raise ValueError(f"query, value: got head_dim {width} and {value_width}, allowed is 1 to {checks.MAX_HEAD_DIM}")
-    if scale is None:
-        scale = 1.0 / math.sqrt(max(width, 1))  # of the width as given, not as padded below
+    if attn_mask is not None:
+        checks.are_tensors(attn_mask=attn_mask)
+    width, value_width = checks.widths(query, key, value)
+    scale = checks.softmax_scale(scale, width)  # of the width as given, not as padded below
 
     # Heads are the last of the leading dimensions. They broadcast like every other, unless they are grouped.
     kept = 3 if enable_gqa and min(query.dim(), key.dim(), value.dim()) > 2 and query.shape[-3] != key.shape[-3] else 2
@@ -157,7 +153,7 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         return x if x.stride(-1) == 1 else x.contiguous()
 
     out_shape = (*lead, *query.shape[-kept:-1], value_width)
-    if isinstance(attn_mask, Tensor) and attn_mask.dim() > max(2, len(out_shape)):
+    if attn_mask is not None and attn_mask.dim() > max(2, len(out_shape)):
         scores = (*out_shape[:-1], key.shape[-2])
         raise ValueError(f"attn_mask: got shape {tuple(attn_mask.shape)}, must be broadcastable to {scores}")
     if attn_mask is not None and len(out_shape) > 4:
@@ -169,7 +165,6 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
 
 def _four_mask(mask, shape, batch):
     """A mask for scores of `shape`, more than 4-D, brought to 4-D."""
-    checks.are_tensors(attn_mask=mask)
     given = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
     if len(given) != len(shape) or any(size != 1 and size != full for size, full in zip(given, shape)):
         raise ValueError(f"attn_mask: got shape {tuple(mask.shape)}, must be broadcastable to {tuple(shape)}")
