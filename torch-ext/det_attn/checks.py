@@ -467,14 +467,53 @@ def length(x, name):
         raise ValueError(f"{name}: got {x}, must not be negative")
 
 
-def vector(x, name, Q, size):
-    """int32 [size] on Q's device; size None is any."""
+def vector(x, name, Q, size, of="q", dtypes=(torch.int32,)):
+    """int32 [size] on Q's device; size None is any from 2."""
     _tensor(x, name)
-    if x.dtype is not torch.int32:
-        raise TypeError(f"{name}: got dtype {x.dtype}, must be int32")
-    _same_device(x, Q.device, name, "q")
-    if x.dim() != 1 or (size is not None and x.shape[0] != size):
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be [{'N + 1' if size is None else size}]")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be {' or '.join(str(d)[6:] for d in dtypes)}")
+    _same_device(x, Q.device, name, of)
+    if x.dim() != 1 or (x.shape[0] < 2 if size is None else x.shape[0] != size):
+        allowed = "[N + 1] of at least one sequence" if size is None else f"[{size}]"
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be {allowed}")
+    return x.shape[0]
+
+
+def host_values(*tensors):
+    """The tensors, or None, as lists, where reading them waits for nothing. None on a GPU, and for tensors that hold no
+    numbers: those of a compiler, of vmap and of a fake mode."""
+    if torch.compiler.is_compiling() or any(x is not None and not x.is_cpu for x in tensors):
+        return None
+    try:
+        return [None if x is None else x.tolist() for x in tensors]
+    except RuntimeError:
+        return None
+
+
+def starts(values, name, rows, of):
+    """A list of sequences' starts within so many rows; None: within any."""
+    if values[0] != 0:
+        raise ValueError(f"{name}: got {values[0]} first, must be 0")
+    for start, end in zip(values, values[1:]):
+        if end < start:
+            raise ValueError(f"{name}: got {end} after {start}, must never fall")
+    if rows is not None and values[-1] > rows:
+        raise ValueError(f"{name}: got {values[-1]} last, must be at most {of}'s {rows} rows")
+
+
+def used_keys(lengths, name, room):
+    """How many keys of each sequence are used, and how many there are."""
+    for n, (length, most) in enumerate(zip(lengths, room)):
+        if length < 0 or length > most:
+            raise ValueError(f"{name}: got {length} keys of sequence {n}, allowed is 0 to {most}")
+
+
+def used_pages(table, lengths, page_size, pages):
+    """block_table as lists: what is in use must be pages."""
+    for n, (row, length) in enumerate(zip(table, lengths)):
+        for page in row[: -(-length // max(page_size, 1))]:
+            if page < 0 or page >= pages:
+                raise ValueError(f"block_table: got page {page} of sequence {n}, allowed is 0 to {pages - 1}")
 
 
 def table(x, Q, sequences):
@@ -487,12 +526,11 @@ def table(x, Q, sequences):
         raise ValueError(f"block_table: got shape {tuple(x.shape)}, must be [{sequences}, max_blocks]")
 
 
-def pages(k, v, block_table):
-    """k, v [num_blocks, page_size, Hkv, D]: one table serves both, so their shapes are one too."""
-    matrix(k, "k")
-    matrix(v, "v")
-    if v.shape != k.shape:
-        raise ValueError(f"v: got pages of shape {tuple(v.shape)}, must be k's, {tuple(k.shape)}")
+def pages(k, v, q, block_table):
+    """k, v [num_blocks, page_size, Hkv, D] of one shape: one table serves both."""
+    for x, name in ((k, "k"), (v, "v")):
+        matrix(x, name)
+        _same_device(x, q.device, name, "q")
     if k.shape[0] == 0 and block_table.shape[1] > 0:
         raise ValueError(f"k: got no pages, but block_table has shape {tuple(block_table.shape)}")
 
