@@ -200,9 +200,3 @@ def _gathered(pages, block_table):
     rows = pages.index_select(0, blocks)
     rows[..., 0].masked_fill_((blocks != asked)[:, None, None], float("nan"))
     return rows.flatten(0, 1)
-
-
-def sequences_of(cu_seqlens, total):
-    """(0 to total - 1 in cu_seqlens' dtype, the sequence of each of these rows, int32: N behind the last sequence)."""
-    rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return rows, torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True, out_int32=True)
