@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
+from helpers import RecordedOp
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
@@ -441,11 +442,26 @@ def test_torch_compile_takes_it_in_one_graph(kernel, device):
         assert_same_bits(torch.compile(block, fullgraph=True, backend="aot_eager")(q, k, v, mask), block(q, k, v, mask))
 
 
-@pytest.mark.parametrize("mask_shape", [None, (1, 1, 1, 1)])
-def test_the_switch_costs_less_than_ten_microseconds(kernel, mask_shape):
+X, LOW, GROUPED = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16).bfloat16(), torch.randn(1, 4, 1, 16)
+CHEAP = {  # arguments, keywords, the dtype of autocast
+    "plain": ((X, X, X), {}, None),
+    "causal, scale": ((X, X, X), dict(is_causal=True, scale=0.3), None),
+    "keywords": ((), dict(query=X, key=X, value=X, attn_mask=None, dropout_p=0.0, enable_gqa=False), None),
+    "bool mask": ((X, X, X, torch.ones(1, 1, 1, 1).bool()), {}, None),
+    "float mask": ((X, X, X, torch.zeros(1, 1, 1, 1)), {}, None),
+    "grouped": ((GROUPED, X, X), dict(enable_gqa=True), None),
+    "transposed": ((X.transpose(1, 2),) * 3, {}, None),
+    "bfloat16": ((LOW, LOW, LOW), {}, None),
+    "autocast to the dtype": ((LOW, LOW, LOW), {}, torch.bfloat16),
+    "parameter": ((nn.Parameter(X), X, X), {}, None),
+}
+
+
+@pytest.mark.parametrize("case", CHEAP)
+def test_the_switch_costs_less_than_ten_microseconds(kernel, case):
     """Of Python, beyond the op itself. A slower Python than the one of 11 us for 1000 empty rounds may take as much
     longer."""
-    cost, allowed = cost_of_the_switch(kernel, mask=None if mask_shape is None else torch.ones(mask_shape).bool())
+    cost, allowed = cost_of_the_switch(kernel, *CHEAP[case])
     assert cost < allowed, f"{cost * 1e6:.1f} us"
 
 
@@ -455,22 +471,21 @@ def test_twelve_microseconds_more_would_be_noticed(kernel):
         while time.perf_counter() < end:
             pass
 
-    cost, allowed = cost_of_the_switch(kernel, spin)
+    cost, allowed = cost_of_the_switch(kernel, *CHEAP["plain"], spin)
     assert cost > allowed, f"{cost * 1e6:.1f} us"
 
 
-def cost_of_the_switch(kernel, before=None, mask=None):
+def cost_of_the_switch(kernel, arguments, how, autocast, before=None):
     """(seconds a call, seconds allowed): the smallest of many short measurements, as the machine has other work to do.
     What is not low enough is measured on: other work goes away, a cost does not."""
-    x = torch.randn(1, 1, 1, 16)
-    call = arguments_of_the_op(kernel, x, mask)
+    call = arguments_of_the_op(kernel, arguments, how)
     op = kernel.ops.forward.default
 
     def alone():
         op(*call)
 
     def replaced():
-        functional.scaled_dot_product_attention(x, x, x, mask)
+        functional.scaled_dot_product_attention(*arguments, **how)
 
     def slowed():
         before()
@@ -482,7 +497,7 @@ def cost_of_the_switch(kernel, before=None, mask=None):
 
     ways = (alone, slowed if before else replaced, empty_rounds)
     least = [INF] * len(ways)
-    with torch.no_grad(), kernel.replace_sdpa():
+    with torch.no_grad(), kernel.replace_sdpa(), torch.autocast("cpu", autocast, enabled=autocast is not None):
         for _ in range(10):
             for _ in range(400):
                 least = [min(t, timeit.timeit(way, number=10) / 10) for t, way in zip(least, ways)]
@@ -492,15 +507,8 @@ def cost_of_the_switch(kernel, before=None, mask=None):
     return cost, allowed
 
 
-def arguments_of_the_op(kernel, x, mask):
-    """What det_attn hands to the op for this call."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            self.arguments = arguments
-            return function(*arguments, **(keywords or {}))
-
-    with torch.no_grad(), Record() as record:
-        kernel.det_attn(x, x, x, attn_bias=mask)
-    return record.arguments
+def arguments_of_the_op(kernel, arguments, how):
+    """What the function hands to the op for this call."""
+    with torch.no_grad(), RecordedOp(kernel.ops.forward.default) as recorded:
+        kernel.scaled_dot_product_attention(*arguments, **how)
+    return recorded.arguments

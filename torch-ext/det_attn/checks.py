@@ -31,6 +31,7 @@ _ID_SHAPES = {"dropout_rows": "[B, Sq] of Q", "dropout_keys": "[Skv] of K"}
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
 _STRIDED = torch.strided
+_PLAIN = (Tensor, torch.nn.Parameter)
 _HAS_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("forward"), "CUDA")
 
 # Contract section 1: 1 / sqrt(head_dim) in float64. Looked up, so that a traced head_dim is a constant and the scale
@@ -107,7 +108,10 @@ def plain(Q, K, V):
     To look at a tensor takes longer than to compare what was seen, so nothing is looked at twice.
     """
     if not (
-        type(Q) is type(K) is type(V) is Tensor
+        type(Q) in _PLAIN
+        and type(K) in _PLAIN
+        and type(V) in _PLAIN
+        and Q.dim() == K.dim() == V.dim() == 4
         and Q.layout is K.layout is V.layout is _STRIDED
         and not (Q.is_nested or K.is_nested or V.is_nested)
         and Q.dtype is K.dtype is V.dtype
@@ -116,7 +120,7 @@ def plain(Q, K, V):
     ):
         return None
     q_shape, k_shape = Q.shape, K.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
+    if V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
         return None
     (batch, q_heads, _, head_dim), (k_batch, kv_heads, kv_len, k_dim) = q_shape, k_shape
     if (

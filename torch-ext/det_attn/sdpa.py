@@ -58,29 +58,21 @@ def scaled_dot_product_attention(
     shapes = checks.plain(query, key, value)
     if shapes is None:
         checks.are_tensors(query=query, key=key, value=value)
-    if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        narrow = attn_mask is None or (isinstance(attn_mask, Tensor) and attn_mask.dim() <= 3)
+        if narrow and query.dim() == key.dim() == value.dim() == 3:
+            four = (query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return scaled_dot_product_attention(*four, precision=precision)[0]
+    device = "cuda" if query.is_cuda else "cpu"
+    if torch.is_autocast_enabled(device) and (shapes is None or query.dtype is not torch.get_autocast_dtype(device)):
         query, key, value = cast_for_autocast(query, key, value)
-        shapes = None
+        shapes = checks.plain(query, key, value)
     checks.flag(is_causal, "is_causal")
     checks.flag(enable_gqa, "enable_gqa")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
-    if (shapes is not None or _are_shaped(query, key, value)) and (query.shape[1] == key.shape[1] or enable_gqa):
+    if shapes is not None and (query.shape[1] == key.shape[1] or enable_gqa):
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes)
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
-
-
-def _are_shaped(query, key, value):
-    """As det_attn takes them, but for the number of heads."""
-    q_shape, k_shape = query.shape, key.shape
-    return (
-        len(q_shape) == len(k_shape) == 4
-        and value.shape == k_shape
-        and q_shape[0] == k_shape[0]
-        and checks.is_dense(query)
-        and checks.is_dense(key)
-        and checks.is_dense(value)
-    )
 
 
 def cast_for_autocast(query, key, value):
