@@ -358,6 +358,49 @@ def test_modules_that_call_torchs_function_follow(kernel, device):
     torch.testing.assert_close(replaced, layer(x, x, x, need_weights=False)[0], rtol=1e-4, atol=1e-5)
 
 
+MODULES = {
+    "attention": lambda: nn.MultiheadAttention(32, 4, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2),
+    "decoder layer": lambda: nn.TransformerDecoderLayer(32, 4, 64, 0.0, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name, calls", [("attention", 1), ("encoder", 2), ("decoder layer", 2)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_of_torch_follow_in_inference_too(kernel, device, name, calls, padded):
+    """torch.nn's fast path, in eval() without gradients, would pass the function by."""
+    torch.manual_seed(0)
+    layer, x = MODULES[name]().eval().to(device), randn(2, 7, 32, device=device)
+    mask = torch.arange(7, device=device) >= torch.tensor([[7], [4]], device=device) if padded else None
+    given, how = {
+        "attention": ((x, x, x), dict(key_padding_mask=mask, need_weights=False)),
+        "encoder": ((x,), dict(src_key_padding_mask=mask)),
+        "decoder layer": ((x, x), dict(tgt_key_padding_mask=mask)),
+    }[name]
+    seen = []
+    with torch.no_grad(), kernel.replace_sdpa(), kernel.replace_sdpa():
+        entry = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = lambda *a, **b: seen.append(1) or entry(*a, **b)
+        layer(*given, **how)
+        functional.scaled_dot_product_attention = entry
+    assert len(seen) == calls
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_fast_path_comes_back_as_it_was(kernel, enabled):
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        outer, inner = kernel.replace_sdpa(), kernel.replace_sdpa(fallback=True)
+        for step, block in ((outer.__enter__, ()), (inner.__enter__, ()), (outer.__exit__, (None,) * 3)):
+            step(*block)
+            assert not torch.backends.mha.get_fastpath_enabled()
+        inner.__exit__(None, None, None)
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def test_the_whole_process_sees_it(kernel):
     """Recomputation of checkpoints runs in autograd's threads."""
     seen = []
