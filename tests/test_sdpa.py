@@ -242,6 +242,34 @@ def test_checkpointing_recomputes_the_same_dropout(kernel, device):
         assert_same_bits(x, y)
 
 
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["function", "attention", "layer"])
+def test_a_compiled_call_draws_the_seeds_of_the_eager_one(kernel, device, backend, name):
+    """Inductor has a generator of its own for torch.randint and the like."""
+    module = nn.Module()
+    call = {
+        "function": lambda q, k, v: kernel.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+        "attention": lambda q, k, v: kernel.attention(module, q, k, v, dropout=0.5)[0].transpose(1, 2),
+        "layer": lambda q, k, v: kernel.layers.ScaledDotProductAttention()(q, k, v, None, 0.5),
+    }[name]
+
+    def twice(q, k, v):
+        return call(call(q * 2, k, v), k, v)
+
+    torch._dynamo.reset()
+    found = []
+    for function in (torch.compile(twice, fullgraph=True, backend=backend), twice):
+        inputs = [x.requires_grad_() for x in qkv((2, 3, 5, 16), device=device)]
+        torch.manual_seed(11)
+        out = function(*inputs)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs), torch.get_rng_state()))
+    for x, y in zip(*found):
+        assert_same_bits(x, y)
+
+
 @pytest.mark.parametrize("q_shape, kv_len", [((0, 2, 4, 5, 8), 7), ((2, 2, 4, 0, 8), 7), ((2, 2, 4, 5, 8), 0)])
 def test_a_mask_of_more_than_four_dimensions_may_be_empty(kernel, device, q_shape, kv_len):
     q, k, v = qkv(q_shape, (*q_shape[:3], kv_len, 8), device=device)

@@ -39,7 +39,8 @@ def scaled_dot_product_attention(
         attn_mask: broadcastable to [..., Hq, L, S]. bool: True is attended. float32, bfloat16 or float16: added to the
             scaled scores, -inf is not attended (contract section 10). No gradient.
         dropout_p: probability of dropping a weight. The seed is drawn from torch's default CPU generator, on every
-            device: torch.manual_seed governs it, and nothing waits for a GPU.
+            device: torch.manual_seed governs it, compiled or not, and nothing waits for a GPU. It is a number of the
+            host, so every replay of a CUDA graph drops the weights that were dropped at the capture.
         is_causal: query i attends the keys j <= i: aligned to the top left, unlike `det_attn(causal=True)`.
         scale: factor on the scores, a finite number of Python or numpy; None is 1 / sqrt(E). Not a tensor, unlike in
             torch: it would have to be read.
@@ -86,6 +87,8 @@ def cast_for_autocast(query, key, value):
 
 def draw_seed():
     """From torch's default CPU generator, on every device: a GPU's would have to be waited for."""
+    if torch.compiler.is_compiling():  # the same number; in randint's place Inductor would put another generator
+        return int(torch.ops.aten.random.to(torch.empty((), dtype=torch.int64, device="cpu"), 2**63 - 1))
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
