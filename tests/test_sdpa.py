@@ -339,6 +339,42 @@ def test_what_is_refused_names_the_argument(kernel, error, said, arguments):
         kernel.scaled_dot_product_attention(*arguments())
 
 
+@pytest.mark.parametrize("error, precision", [(ValueError, "low"), (TypeError, None)])
+@pytest.mark.parametrize("shape", [(1, 1, 3, 4), (3, 4)])
+def test_an_unknown_precision_is_refused(kernel, error, precision, shape):
+    with pytest.raises(error, match="^precision: got"):
+        kernel.scaled_dot_product_attention(*[zeros(*shape)] * 3, precision=precision)
+
+
+def test_a_scale_may_be_a_number_of_numpy(kernel):
+    q, k, v = qkv((1, 1, 3, 4))
+    expected = kernel.scaled_dot_product_attention(q, k, v, scale=0.5)
+    assert_same_bits(kernel.scaled_dot_product_attention(q, k, v, scale=np.float32(0.5)), expected)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x[None]),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(x[None]).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_of_torch_func_are_refused_or_fall_back(kernel, name):
+    x, kv = qkv((1, 1, 3, 4))[:2]
+    with pytest.raises(NotImplementedError, match="^query: got a tensor of torch.func's grad"):
+        TRANSFORMS[name](lambda x: kernel.scaled_dot_product_attention(x, kv, kv), x)
+    with pytest.raises(NotImplementedError, match="^V: got a tensor of torch.func's grad"):
+        TRANSFORMS[name](lambda x: kernel.det_attn_sharded(kv, kv, x, [1, 2]), x)
+    detached = TRANSFORMS[name](lambda x: x * kernel.det_attn(x.detach(), kv, kv), x)
+    assert detached.isfinite().all()
+    with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning, match="torch computes it"):
+        found = TRANSFORMS[name](lambda x: functional.scaled_dot_product_attention(x, kv, kv), x)
+    assert torch.equal(found, TRANSFORMS[name](lambda x: ORIGINAL(x, kv, kv), x))
+
+
 def test_a_call_that_is_refused_draws_no_seed(kernel):
     q = zeros(1, 1, 3, 4)
     torch.manual_seed(3)

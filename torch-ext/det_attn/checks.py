@@ -31,6 +31,7 @@ _ID_SHAPES = {"dropout_rows": "[B, Sq] of Q", "dropout_keys": "[Skv] of K"}
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
 _STRIDED = torch.strided
+_in_transform = torch._C._are_functorch_transforms_active
 _PLAIN = (Tensor, torch.nn.Parameter)
 _HAS_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("forward"), "CUDA")
 
@@ -63,6 +64,17 @@ def _tensor(x, name):
     # torch would drop the tangent without a word. The level is looked at first: it costs nothing where there is none.
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(f"{name}: got a tensor with a forward-mode tangent, det-attn has no forward-mode AD")
+    if _in_transform() and not torch.compiler.is_compiling():
+        _no_func_gradient(x, name)
+
+
+def _no_func_gradient(x, name):
+    """The autograd of a library's op knows no torch.func: grad and its like would fail deep inside."""
+    functorch = torch._C._functorch
+    while torch.is_grad_enabled() and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            raise NotImplementedError(f"{name}: got a tensor of torch.func's grad, vjp or jacrev: use torch.autograd")
+        x = functorch.get_unwrapped(x)
 
 
 def _same_device(x, device, name, other):
@@ -117,6 +129,7 @@ def plain(Q, K, V):
         and Q.dtype is K.dtype is V.dtype
         and ((Q.is_cpu and K.is_cpu and V.is_cpu) or (_HAS_CUDA and Q.is_cuda and Q.device == K.device == V.device))
         and forward_ad._current_level < 0
+        and not _in_transform()
     ):
         return None
     q_shape, k_shape = Q.shape, K.shape

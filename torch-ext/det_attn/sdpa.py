@@ -53,8 +53,8 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: attn_mask requires grad and grad mode is on, or an input has a forward-mode tangent; from
-            the backward() of a gradient.
+        NotImplementedError: attn_mask requires grad and grad mode is on, or an input has a forward-mode tangent or is
+            differentiated by torch.func; from the backward() of a gradient.
     """
     shapes = checks.plain(query, key, value)
     if shapes is None:
