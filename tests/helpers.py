@@ -9,6 +9,7 @@ import hashlib
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import generators
 import oracle
@@ -58,6 +59,19 @@ def syncs_are_errors():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class RecordedOp(TorchDispatchMode):
+    """Within the block, the arguments of the last call of an op."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.arguments = op, None
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is self.op:
+            self.arguments = args
+        return op(*args, **(kwargs or {}))
 
 
 def every_modifier(Q, K):

@@ -366,9 +366,9 @@ def test_ranks_that_disagree_all_learn_of_it(team, one, text):
 @pytest.mark.parametrize(
     "one,kind,text",
     [
-        (dict(q=((1, 2, 5), "float32")), "ValueError", "Q: got shape"),
-        (dict(q=((1, 2, 5, 8), "float64")), "TypeError", "Q: got dtype"),
-        (dict(v=((1, 2, 4, 8), "float32")), "ValueError", "V: got shape"),
+        (dict(q=((1, 2, 5), "float32")), "ValueError", "q: got shape"),
+        (dict(q=((1, 2, 5, 8), "float64")), "TypeError", "q: got dtype"),
+        (dict(v=((1, 2, 4, 8), "float32")), "ValueError", "v: got shape"),
         (dict(method="rings"), "ValueError", "method: got 'rings'"),
         (dict(layout="spiral"), "ValueError", "layout: got 'spiral'"),
         (dict(layout=3), "TypeError", "layout: got int"),

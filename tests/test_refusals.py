@@ -46,6 +46,12 @@ def call(kernel, function, device="cpu", **wrong):
             "NUM": zeros(2, 4, 5, 8, 12, dtype=torch.int64, device=device),
             "DEN": zeros(2, 4, 5, dtype=torch.int64, device=device),
         }
+    elif function == "grad_finalize":
+        arguments = {
+            "SUM": zeros(2, 4, 5, 8, 3, dtype=torch.int64, device=device),
+            "reference": zeros(2, 4, 5, dtype=torch.int32, device=device),
+            "kind": "key",
+        }
     elif function == "rowmax":
         arguments.pop("V")
     elif function == "accumulate":
@@ -222,6 +228,14 @@ SUMS = [
     ("shape-other", {"shape": (2, 4, 5, 9)}, ValueError, "shape: got (2, 4, 5, 9)", "(2, 4, 5, 8)"),
     ("shape-int", {"shape": 8}, TypeError, "shape: got int", "tuple or list"),
     ("precision-unknown", {"precision": "low"}, ValueError, "precision: got 'low'", "'highest', 'high'"),
+    ("dropout_p-above", {"dropout_p": 2.0}, ValueError, "dropout_p: got 2.0", "0 to 1"),
+    ("dropout_p-nan", {"dropout_p": math.nan}, ValueError, "dropout_p: got nan", "0 to 1"),
+    ("dropout_p-str", {"dropout_p": "x"}, TypeError, "dropout_p: got str", "float"),
+]
+
+GRADIENT = [
+    ("precision-unknown", {"precision": "low"}, ValueError, "precision: got 'low'", "'highest', 'high'"),
+    ("precision-none", {"precision": None}, TypeError, "precision: got NoneType", "'highest', 'high'"),
 ]
 
 ROWS = [
@@ -246,6 +260,7 @@ def cases():
         "rowmax": TENSORS + OPTIONS + RANGES,
         "accumulate": TENSORS + OPTIONS + VALUES + RANGES + ROWMAX,
         "finalize": SUMS + OUT_DTYPE,
+        "grad_finalize": GRADIENT + OUT_DTYPE,
         "rows": ROWS,
     }
     for function, table in per_function.items():
@@ -264,7 +279,7 @@ def test_bad_argument_is_named(kernel, function, wrong, exception, start, word):
     assert word in message, message
 
 
-@pytest.mark.parametrize("function", ATTENTION + ("finalize", "rows"))
+@pytest.mark.parametrize("function", ATTENTION + ("finalize", "grad_finalize", "rows"))
 def test_good_arguments_are_taken(kernel, device, function):
     """The table above would prove nothing if the arguments it spoils were refused anyway."""
     call(kernel, function, device)
@@ -331,7 +346,7 @@ def test_nested_tensor(kernel):
         (zeros(1, 2, 5, 8).to_sparse(), None, ValueError, "sparse_coo"),
         (zeros(1, 2, 5, 8).to_sparse_csr(), None, ValueError, "sparse_csr"),
         (zeros(1, 2, 5, 8, device="meta"), None, ValueError, "device meta"),
-        (zeros(1, 2, 5, 8), zeros(1, 0, 5, 8), ValueError, "multiple of K's 0"),
+        (zeros(1, 2, 5, 8), zeros(1, 0, 5, 8), ValueError, "multiple of (K|key)'s 0"),
         (zeros(1, 1, 1, 8), zeros(1, 1, 1, 8).expand(1, 1, 2**31 + 1, 8), ValueError, "at most 2147483648"),
     ],
     ids=["float64", "no-columns", "wide", "sparse", "csr", "meta", "no-heads", "many-keys"],

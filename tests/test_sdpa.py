@@ -9,9 +9,11 @@ import time
 import timeit
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
+from helpers import RecordedOp
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
@@ -240,6 +242,34 @@ def test_checkpointing_recomputes_the_same_dropout(kernel, device):
         assert_same_bits(x, y)
 
 
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["function", "attention", "layer"])
+def test_a_compiled_call_draws_the_seeds_of_the_eager_one(kernel, device, backend, name):
+    """Inductor has a generator of its own for torch.randint and the like."""
+    module = nn.Module()
+    call = {
+        "function": lambda q, k, v: kernel.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+        "attention": lambda q, k, v: kernel.attention(module, q, k, v, dropout=0.5)[0].transpose(1, 2),
+        "layer": lambda q, k, v: kernel.layers.ScaledDotProductAttention()(q, k, v, None, 0.5),
+    }[name]
+
+    def twice(q, k, v):
+        return call(call(q * 2, k, v), k, v)
+
+    torch._dynamo.reset()
+    found = []
+    for function in (torch.compile(twice, fullgraph=True, backend=backend), twice):
+        inputs = [x.requires_grad_() for x in qkv((2, 3, 5, 16), device=device)]
+        torch.manual_seed(11)
+        out = function(*inputs)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs), torch.get_rng_state()))
+    for x, y in zip(*found):
+        assert_same_bits(x, y)
+
+
 @pytest.mark.parametrize("q_shape, kv_len", [((0, 2, 4, 5, 8), 7), ((2, 2, 4, 0, 8), 7), ((2, 2, 4, 5, 8), 0)])
 def test_a_mask_of_more_than_four_dimensions_may_be_empty(kernel, device, q_shape, kv_len):
     q, k, v = qkv(q_shape, (*q_shape[:3], kv_len, 8), device=device)
@@ -264,6 +294,9 @@ REFUSED = [
     (ValueError, "attn_mask: got shape", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, zeros(2, 3, 3))),
     (ValueError, "attn_mask: got shape", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, zeros(1, 1, 2, 1, 3, 3))),
     (TypeError, "attn_mask: got list", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, [1.0])),
+    (TypeError, "attn_mask: got list", lambda: (*[zeros(1, 3, 4)] * 3, [1.0])),
+    (TypeError, "attn_mask: got list", lambda: (zeros(1, 4, 3, 4), *[zeros(1, 1, 3, 4)] * 2, [1.0])),
+    (TypeError, "CausalBias", lambda: (*[zeros(1, 3, 4)] * 3, causal_lower_right(3, 3))),
     (TypeError, "CausalBias", lambda: (*[zeros(1, 1, 3, 4)] * 3, causal_lower_right(3, 3))),
     (
         ValueError,
@@ -278,16 +311,25 @@ REFUSED = [
     (ValueError, "multiple of", lambda: (zeros(1, 3, 3, 4), *[zeros(1, 2, 3, 4)] * 2, None, 0.0, False, None, True)),
     (TypeError, "dtype", lambda: [zeros(1, 1, 3, 4, dtype=torch.float64)] * 3),
     (TypeError, "dtype", lambda: (zeros(1, 1, 3, 4), zeros(1, 1, 3, 4).half(), zeros(1, 1, 3, 4))),
-    (TypeError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, dtype=torch.int64))),
-    (ValueError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 4))),
+    (TypeError, "^attn_mask: got dtype torch.int64", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3).long())),
+    (ValueError, r"^attn_mask: got shape \(3, 4\)", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 4))),
     (ValueError, "attn_mask", lambda: (*[zeros(3, 4)] * 3, zeros(2, 1, 1, 3, 3))),
     (ValueError, "attn_mask", lambda: (*[zeros(2, 3, 4)] * 3, zeros(1, 1, 3, 3))),
-    (NotImplementedError, "attn_bias", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, requires_grad=True))),
+    (NotImplementedError, "^attn_mask: got", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3, requires_grad=True))),
     (ValueError, "dropout_p", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 1.5)),
     *((TypeError, "dropout_p", lambda p=p: (*[zeros(1, 1, 3, 4)] * 3, None, p)) for p in (None, "", [], zeros(2))),
     (TypeError, "is_causal", lambda: (*[zeros(1, 1, 3, 4)] * 3, zeros(3, 3), 0.0, zeros(2))),
     (TypeError, "enable_gqa", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, None, "x")),
-    (ValueError, "scale", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, INF)),
+    (ValueError, "^scale", lambda: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, INF)),
+    *((TypeError, "^scale", lambda x=x: (*[zeros(1, 1, 3, 4)] * 3, None, 0.0, False, x)) for x in ("x", True, zeros())),
+    (
+        ValueError,
+        "do not broadcast",
+        lambda: (*[zeros(1, 2, 3, 4)] * 2, zeros(1, 4, 3, 4), None, 0.0, False, None, True),
+    ),
+    (ValueError, "^query: got head_dim 0", lambda: (zeros(1, 1, 3, 0), zeros(1, 1, 3, 0), zeros(1, 1, 3, 4))),
+    (TypeError, "^query: got dtype torch.float64", lambda: [zeros(2, 3, 4, dtype=torch.float64)] * 3),
+    (TypeError, "^value: got dtype torch.float16, must be query's", lambda: (*[zeros(3, 4)] * 2, zeros(3, 4).half())),
 ]
 
 
@@ -297,12 +339,48 @@ def test_what_is_refused_names_the_argument(kernel, error, said, arguments):
         kernel.scaled_dot_product_attention(*arguments())
 
 
+@pytest.mark.parametrize("error, precision", [(ValueError, "low"), (TypeError, None)])
+@pytest.mark.parametrize("shape", [(1, 1, 3, 4), (3, 4)])
+def test_an_unknown_precision_is_refused(kernel, error, precision, shape):
+    with pytest.raises(error, match="^precision: got"):
+        kernel.scaled_dot_product_attention(*[zeros(*shape)] * 3, precision=precision)
+
+
+def test_a_scale_may_be_a_number_of_numpy(kernel):
+    q, k, v = qkv((1, 1, 3, 4))
+    expected = kernel.scaled_dot_product_attention(q, k, v, scale=0.5)
+    assert_same_bits(kernel.scaled_dot_product_attention(q, k, v, scale=np.float32(0.5)), expected)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x[None]),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(x[None]).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_of_torch_func_are_refused_or_fall_back(kernel, name):
+    x, kv = qkv((1, 1, 3, 4))[:2]
+    with pytest.raises(NotImplementedError, match="^query: got a tensor of torch.func's grad"):
+        TRANSFORMS[name](lambda x: kernel.scaled_dot_product_attention(x, kv, kv), x)
+    with pytest.raises(NotImplementedError, match="^V: got a tensor of torch.func's grad"):
+        TRANSFORMS[name](lambda x: kernel.det_attn_sharded(kv, kv, x, [1, 2]), x)
+    detached = TRANSFORMS[name](lambda x: x * kernel.det_attn(x.detach(), kv, kv), x)
+    assert detached.isfinite().all()
+    with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning, match="torch computes it"):
+        found = TRANSFORMS[name](lambda x: functional.scaled_dot_product_attention(x, kv, kv), x)
+    assert torch.equal(found, TRANSFORMS[name](lambda x: ORIGINAL(x, kv, kv), x))
+
+
 def test_a_call_that_is_refused_draws_no_seed(kernel):
     q = zeros(1, 1, 3, 4)
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    with pytest.raises(NotImplementedError, match="attn_bias"):
+    with pytest.raises(NotImplementedError, match="attn_mask"):
         kernel.scaled_dot_product_attention(q, q, q, zeros(3, 3, requires_grad=True), 0.5)
     assert torch.equal(torch.rand(1), expected)
 
@@ -342,6 +420,49 @@ def test_modules_that_call_torchs_function_follow(kernel, device):
         functional.scaled_dot_product_attention = entry
     assert calls and inner is kernel.scaled_dot_product_attention
     torch.testing.assert_close(replaced, layer(x, x, x, need_weights=False)[0], rtol=1e-4, atol=1e-5)
+
+
+MODULES = {
+    "attention": lambda: nn.MultiheadAttention(32, 4, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2),
+    "decoder layer": lambda: nn.TransformerDecoderLayer(32, 4, 64, 0.0, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name, calls", [("attention", 1), ("encoder", 2), ("decoder layer", 2)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_of_torch_follow_in_inference_too(kernel, device, name, calls, padded):
+    """torch.nn's fast path, in eval() without gradients, would pass the function by."""
+    torch.manual_seed(0)
+    layer, x = MODULES[name]().eval().to(device), randn(2, 7, 32, device=device)
+    mask = torch.arange(7, device=device) >= torch.tensor([[7], [4]], device=device) if padded else None
+    given, how = {
+        "attention": ((x, x, x), dict(key_padding_mask=mask, need_weights=False)),
+        "encoder": ((x,), dict(src_key_padding_mask=mask)),
+        "decoder layer": ((x, x), dict(tgt_key_padding_mask=mask)),
+    }[name]
+    seen = []
+    with torch.no_grad(), kernel.replace_sdpa(), kernel.replace_sdpa():
+        entry = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = lambda *a, **b: seen.append(1) or entry(*a, **b)
+        layer(*given, **how)
+        functional.scaled_dot_product_attention = entry
+    assert len(seen) == calls
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_fast_path_comes_back_as_it_was(kernel, enabled):
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        outer, inner = kernel.replace_sdpa(), kernel.replace_sdpa(fallback=True)
+        for step, block in ((outer.__enter__, ()), (inner.__enter__, ()), (outer.__exit__, (None,) * 3)):
+            step(*block)
+            assert not torch.backends.mha.get_fastpath_enabled()
+        inner.__exit__(None, None, None)
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def test_the_whole_process_sees_it(kernel):
@@ -428,11 +549,26 @@ def test_torch_compile_takes_it_in_one_graph(kernel, device):
         assert_same_bits(torch.compile(block, fullgraph=True, backend="aot_eager")(q, k, v, mask), block(q, k, v, mask))
 
 
-@pytest.mark.parametrize("mask_shape", [None, (1, 1, 1, 1)])
-def test_the_switch_costs_less_than_ten_microseconds(kernel, mask_shape):
+X, LOW, GROUPED = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16).bfloat16(), torch.randn(1, 4, 1, 16)
+CHEAP = {  # arguments, keywords, the dtype of autocast
+    "plain": ((X, X, X), {}, None),
+    "causal, scale": ((X, X, X), dict(is_causal=True, scale=0.3), None),
+    "keywords": ((), dict(query=X, key=X, value=X, attn_mask=None, dropout_p=0.0, enable_gqa=False), None),
+    "bool mask": ((X, X, X, torch.ones(1, 1, 1, 1).bool()), {}, None),
+    "float mask": ((X, X, X, torch.zeros(1, 1, 1, 1)), {}, None),
+    "grouped": ((GROUPED, X, X), dict(enable_gqa=True), None),
+    "transposed": ((X.transpose(1, 2),) * 3, {}, None),
+    "bfloat16": ((LOW, LOW, LOW), {}, None),
+    "autocast to the dtype": ((LOW, LOW, LOW), {}, torch.bfloat16),
+    "parameter": ((nn.Parameter(X), X, X), {}, None),
+}
+
+
+@pytest.mark.parametrize("case", CHEAP)
+def test_the_switch_costs_less_than_ten_microseconds(kernel, case):
     """Of Python, beyond the op itself. A slower Python than the one of 11 us for 1000 empty rounds may take as much
     longer."""
-    cost, allowed = cost_of_the_switch(kernel, mask=None if mask_shape is None else torch.ones(mask_shape).bool())
+    cost, allowed = cost_of_the_switch(kernel, *CHEAP[case])
     assert cost < allowed, f"{cost * 1e6:.1f} us"
 
 
@@ -442,22 +578,21 @@ def test_twelve_microseconds_more_would_be_noticed(kernel):
         while time.perf_counter() < end:
             pass
 
-    cost, allowed = cost_of_the_switch(kernel, spin)
+    cost, allowed = cost_of_the_switch(kernel, *CHEAP["plain"], spin)
     assert cost > allowed, f"{cost * 1e6:.1f} us"
 
 
-def cost_of_the_switch(kernel, before=None, mask=None):
+def cost_of_the_switch(kernel, arguments, how, autocast, before=None):
     """(seconds a call, seconds allowed): the smallest of many short measurements, as the machine has other work to do.
     What is not low enough is measured on: other work goes away, a cost does not."""
-    x = torch.randn(1, 1, 1, 16)
-    call = arguments_of_the_op(kernel, x, mask)
+    call = arguments_of_the_op(kernel, arguments, how)
     op = kernel.ops.forward.default
 
     def alone():
         op(*call)
 
     def replaced():
-        functional.scaled_dot_product_attention(x, x, x, mask)
+        functional.scaled_dot_product_attention(*arguments, **how)
 
     def slowed():
         before()
@@ -469,7 +604,7 @@ def cost_of_the_switch(kernel, before=None, mask=None):
 
     ways = (alone, slowed if before else replaced, empty_rounds)
     least = [INF] * len(ways)
-    with torch.no_grad(), kernel.replace_sdpa():
+    with torch.no_grad(), kernel.replace_sdpa(), torch.autocast("cpu", autocast, enabled=autocast is not None):
         for _ in range(10):
             for _ in range(400):
                 least = [min(t, timeit.timeit(way, number=10) / 10) for t, way in zip(least, ways)]
@@ -479,15 +614,8 @@ def cost_of_the_switch(kernel, before=None, mask=None):
     return cost, allowed
 
 
-def arguments_of_the_op(kernel, x, mask):
-    """What det_attn hands to the op for this call."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            self.arguments = arguments
-            return function(*arguments, **(keywords or {}))
-
-    with torch.no_grad(), Record() as record:
-        kernel.det_attn(x, x, x, attn_bias=mask)
-    return record.arguments
+def arguments_of_the_op(kernel, arguments, how):
+    """What the function hands to the op for this call."""
+    with torch.no_grad(), RecordedOp(kernel.ops.forward.default) as recorded:
+        kernel.scaled_dot_product_attention(*arguments, **how)
+    return recorded.arguments

@@ -7,11 +7,12 @@ token at a time: projections, norms and activations round differently in other b
 import functools
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import REPO_ID, ROOT, assert_same_bits
-from helpers import threads
+from helpers import RecordedOp, threads
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: nothing is downloaded
 transformers = pytest.importorskip("transformers")
@@ -23,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 transformers.logging.set_verbosity_error()
 VOCABULARY = 96
 LENGTH = 11
+INF = float("inf")
 
 # Sizes are multiples of 32, so that a token's numbers fill whole vector registers wherever it stands in a batch.
 COMMON = dict(
@@ -345,6 +347,7 @@ def test_without_a_mask_positions_find_a_querys_own_key(kernel, device):
     chunk = kernel.det_attn(q, k, v, causal=True).transpose(1, 2)
     assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position + 3)[0], chunk)
     assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position + 50)[0], chunk)
+    assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position[0] + 3)[0], chunk)
     start = kernel.det_attn(q, k[:, :, :3], v[:, :, :3], causal=True).transpose(1, 2)
     assert_same_bits(kernel.attention(Layer(), q, k, v, position_ids=position)[0], start)
     assert_same_bits(kernel.attention(Layer(), q, k, v)[0], start)
@@ -398,11 +401,50 @@ def test_dropout_is_governed_by_torchs_seed(kernel, device):
     assert not torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("name", ["s_aux", "block_table", "output_attentions"])
+UNSUPPORTED = ("s_aux", "indices", "block_indices", "cache", "block_table", "output_attentions")
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_it_cannot_do_is_refused(kernel, name):
     q, k, v = heads("cpu")
-    with pytest.raises(NotImplementedError, match=name):
+    with pytest.raises(NotImplementedError, match=f"^{name}: got "):
         kernel.attention(Layer(), q, k, v, **{name: torch.ones(1) if name != "output_attentions" else True})
+    kernel.attention(Layer(), q, k, v, **{name: None if name != "output_attentions" else False})
+
+
+def test_a_model_that_chooses_its_keys_is_refused(registered):
+    """DeepSeek-V3.2 hands its chosen keys to all attentions but eager and sdpa; a dense one would be another model."""
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("this transformers has no DeepSeek-V3.2")
+    config = transformers.DeepseekV32Config(
+        **COMMON, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16,
+        v_head_dim=24, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+        index_topk=3, index_n_heads=2, index_head_dim=32,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="det_attn").eval()
+    with pytest.raises(NotImplementedError, match="^indices: got Tensor"):
+        logits(model, tokens(1, LENGTH, "cpu"), use_cache=False)
+
+
+# Keyword arguments with which the models of the installed transformers call an attention: none may change the result
+# without being handled or refused here.
+HARMLESS = {"deterministic", "max_length_q"}  # how FlashAttention works; a bound that nothing needs
+
+
+@pytest.mark.slow
+def test_every_keyword_of_transformers_models_is_known(kernel):
+    import ast
+    import inspect
+
+    known = set(inspect.signature(kernel.attention).parameters) | HARMLESS
+    unknown = {}
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        if "attention_interface" not in (text := path.read_text(encoding="utf-8")):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface":
+                unknown.update({k.arg: path.name for k in node.keywords if k.arg and k.arg not in known})
+    assert not unknown
 
 
 WRONG = [
@@ -415,25 +457,95 @@ WRONG = [
     ("sliding_window", 0, ValueError, "sliding_window: got 0, allowed is 1"),
     ("sliding_window", -1, ValueError, "sliding_window: got -1, allowed is 1"),
     ("sliding_window", True, TypeError, "sliding_window: got bool"),
-    ("cu_seq_lens_q", torch.tensor([0, 6]), ValueError, "query: got a batch of 2 with cu_seq_lens_q"),
+    ("cu_seq_lens_q", torch.tensor([0, 6]), ValueError, "cu_seq_lens_q, cu_seq_lens_k: got one of them"),
+    ("cu_seq_lens_k", torch.tensor([0, 6]), ValueError, "cu_seq_lens_q, cu_seq_lens_k: got one of them"),
+    ("attention_mask", torch.ones(3, 6), ValueError, r"attention_mask: got shape \(3, 6\)"),
+    ("attention_mask", torch.ones(2, 7), ValueError, r"attention_mask: got shape \(2, 7\)"),
+    ("attention_mask", torch.ones(3, 1, 6, 6), ValueError, r"attention_mask: got shape \(3, 1, 6, 6\)"),
+    ("attention_mask", torch.ones(1, 1, 6, 6).long(), TypeError, "attention_mask: got dtype torch.int64"),
+    ("attention_mask", torch.ones(1, 1, 6, 6, requires_grad=True), NotImplementedError, "attention_mask: got a tensor"),
+    ("key", torch.zeros(2, 2, 6, 8), ValueError, "key: got head_dim 8, must be query's, 16"),
+    ("key", torch.zeros(2, 3, 6, 16), ValueError, "query: got 4 heads, must be a multiple of key's 3"),
+    ("value", torch.zeros(2, 2, 5, 16), ValueError, "value: got 5 rows, must be key's, 6"),
+    ("value", torch.zeros(2, 2, 6, 0), ValueError, "value: got head_dim 0"),
+    ("query", torch.zeros(2, 4, 6, 16).half(), TypeError, "key: got dtype torch.float32, must be query's"),
+    ("scaling", "x", TypeError, "scaling: got str"),
+    ("scaling", INF, ValueError, "scaling: got inf, must be finite"),
+    ("softcap", "x", TypeError, "softcap: got str"),
+    ("softcap", -1.0, ValueError, "softcap: got -1.0"),
+    ("dropout", 2.0, ValueError, "dropout: got 2.0, allowed is 0 to 1"),
+    ("dropout", None, TypeError, "dropout: got NoneType"),
+    ("position_bias", [1.0], TypeError, "position_bias: got list"),
+    ("position_bias", torch.zeros(3, 6), ValueError, r"position_bias: got shape \(3, 6\), must be broadcastable"),
+    ("position_bias", torch.zeros(6, 6).double(), TypeError, "position_bias: got dtype torch.float64"),
+    ("position_bias", torch.zeros(6, 6).bool(), TypeError, "position_bias: got dtype torch.bool"),
+    ("position_bias", torch.zeros(6, requires_grad=True), NotImplementedError, "position_bias: got a tensor"),
+    ("precision", "low", ValueError, "precision: got 'low'"),
+    ("is_causal", "x", TypeError, "is_causal: got str"),
 ]
 
 
 @pytest.mark.parametrize("name, wrong, error, message", WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
 def test_bad_arguments_are_named(kernel, name, wrong, error, message):
     given = dict(zip(("query", "key", "value"), heads("cpu")))
-    if name == "cu_seq_lens_q":
-        given["cu_seq_lens_k"] = wrong
     with pytest.raises(error, match="^" + message):
         kernel.attention(Layer(), **{**given, name: wrong})
 
 
-def test_starts_of_other_shapes_are_refused(kernel):
+POSITIONS = [
+    ([3, 4, 5], TypeError, "got list"),
+    (torch.arange(3.0)[None], TypeError, "got dtype torch.float32, must be integers"),
+    (torch.arange(5)[None], ValueError, r"got shape \(1, 5\), must be \[B or 1, Sq\] with B = 2, Sq = 3"),
+    (torch.arange(3).expand(3, 3), ValueError, r"got shape \(3, 3\)"),
+]
+
+
+@pytest.mark.parametrize("wrong, error, message", POSITIONS, ids=["list", "float", "length", "batch"])
+def test_positions_that_are_none_are_refused(kernel, wrong, error, message):
+    with pytest.raises(error, match="^position_ids: " + message):
+        kernel.attention(Layer(), *heads("cpu", 3), position_ids=wrong)
+
+
+STARTS = [
+    ([0, 2, 6], [0, 6], ValueError, r"cu_seq_lens_k: got shape \(2,\), must be \[3\]"),
+    ([0], [0], ValueError, r"cu_seq_lens_q: got shape \(1,\)"),
+    ([[0, 6]], [[0, 6]], ValueError, r"cu_seq_lens_q: got shape \(1, 2\)"),
+    ([0, 6.0], [0, 6.0], TypeError, "cu_seq_lens_q: got dtype torch.float32, must be int32 or int64"),
+    ([1, 6], [0, 6], ValueError, "cu_seq_lens_q: got 1 first, must be 0"),
+    ([0, 7], [0, 6], ValueError, "cu_seq_lens_q: got 7 last, must be at most query's 6 rows"),
+    ([0, 6], [0, 60], ValueError, "cu_seq_lens_k: got 60 last, must be at most key's 6 rows"),
+    ([0, 4, 6], [0, 7, 6], ValueError, "cu_seq_lens_k: got 6 after 7, must never fall"),
+]
+
+
+@pytest.mark.parametrize("of_q, of_k, error, message", STARTS, ids=[s[3][:34] for s in STARTS])
+def test_starts_that_are_none_are_refused(kernel, of_q, of_k, error, message):
     q, k, v = (x[:1] for x in heads("cpu"))
-    for starts in (([0, 2, 6], [0, 6]), ([0], [0]), ([[0, 6]], [[0, 6]])):
-        of_q, of_k = map(torch.tensor, starts)
-        with pytest.raises(ValueError, match="^cu_seq_lens_q, cu_seq_lens_k: got shapes"):
-            kernel.attention(Layer(), q, k, v, cu_seq_lens_q=of_q, cu_seq_lens_k=of_k)
+    with pytest.raises(error, match="^" + message):
+        kernel.attention(Layer(), q, k, v, cu_seq_lens_q=torch.tensor(of_q), cu_seq_lens_k=torch.tensor(of_k))
+    with pytest.raises(ValueError, match="^query: got a batch of 2 with cu_seq_lens_q"):
+        starts = torch.tensor([0, 6])
+        kernel.attention(Layer(), *heads("cpu"), cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+
+
+@pytest.mark.parametrize(
+    "how, expected",
+    [
+        (dict(max_length_k=4), 3),
+        (dict(max_length_k=4, is_causal=False), 6),
+        (dict(max_length_k=4, sliding_window=2), 1),
+        (dict(max_length_k=4, is_causal=False, sliding_window=2), 2),
+        (dict(max_length_k=torch.tensor(4)), -1),
+        (dict(), -1),
+    ],
+    ids=str,
+)
+def test_what_the_op_learns_of_the_longest_sequence(kernel, how, expected):
+    q, k, v = (x[:1] for x in heads("cpu"))
+    starts = torch.tensor([0, 4, 6], dtype=torch.int32)
+    with RecordedOp(kernel.ops.forward.default) as recorded:
+        kernel.attention(Layer(), q, k, v, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **how)
+    assert recorded.arguments[-1] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

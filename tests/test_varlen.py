@@ -8,15 +8,18 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import generators
 from conftest import assert_same_bits
-from helpers import paths, syncs_are_errors, tensor
+from helpers import RecordedOp, paths, syncs_are_errors, tensor
 
 LENGTHS = [(5, 9), (0, 4), (40, 40), (1, 130), (7, 0), (33, 20)]
 HEADS = (4, 2)
 D = 24
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def packed(lengths=LENGTHS, device="cpu", dtype=torch.float32, heads=HEADS):
@@ -88,19 +91,6 @@ def test_sequences_packed_alike_give_the_bytes_of_each_alone(kernel, device, cas
             assert_same_bits(x.grad, y, f"{path}: {name}")
 
 
-class Reach(TorchDispatchMode):
-    """What the fused op was given as range_reach."""
-
-    def __init__(self, kernel):
-        super().__init__()
-        self.op, self.given = kernel.ops.forward.default, None
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is self.op:
-            self.given = args[-1]
-        return op(*args, **(kwargs or {}))
-
-
 REACH = [
     (dict(), 398),
     (dict(causal=True), 199),
@@ -122,9 +112,10 @@ def test_what_the_op_learns_of_the_longest_sequence(kernel, how, expected):
     q, k, v, _, cu, _ = packed(ALIKE)
     given = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=LONGEST, max_seqlen_k=LONGEST)
     given.update({name: x(cu) if callable(x) else x for name, x in how.items()})
-    with Reach(kernel) as reach:
+    with RecordedOp(kernel.ops.forward.default) as recorded:
         kernel.det_attn_varlen(q, k, v, **given)
-    assert reach.given == expected or (expected is None and reach.given < 0)
+    reach = recorded.arguments[-1]
+    assert reach == expected or (expected is None and reach < 0)
 
 
 @pytest.mark.parametrize("longest", [0, 1, 50, 199])
@@ -269,10 +260,19 @@ def test_nothing_waits_for_the_device(kernel):
 
 REFUSED = [
     ("q", lambda x: x[None], ValueError, r"q: got shape .*, must be 3-D"),
-    ("k", lambda x: x[:, :, 1:], ValueError, "K: got shape"),
-    ("v", lambda x: x.double(), TypeError, "V: got dtype torch.float64"),
+    ("k", lambda x: x[:, :, 1:], ValueError, "k: got head_dim 23, must be q's, 24"),
+    ("v", lambda x: x[1:], ValueError, r"v: got shape \(202, 2, 24\), must be k's, \(203, 2, 24\)"),
+    ("v", lambda x: x.double(), TypeError, "v: got dtype torch.float64"),
     ("cu_seqlens_q", lambda x: x.long(), TypeError, "cu_seqlens_q: got dtype torch.int64, must be int32"),
     ("cu_seqlens_q", lambda x: x[:1], ValueError, r"cu_seqlens_q: got shape \(1,\)"),
+    ("cu_seqlens_q", lambda x: x + 1, ValueError, "cu_seqlens_q: got 1 first, must be 0"),
+    ("cu_seqlens_q", lambda x: x - 5, ValueError, "cu_seqlens_q: got -5 first, must be 0"),
+    ("cu_seqlens_q", lambda x: x * 2, ValueError, "cu_seqlens_q: got 172 last, must be at most q's 86 rows"),
+    ("cu_seqlens_k", lambda x: x + 1, ValueError, "cu_seqlens_k: got 1 first, must be 0"),
+    ("cu_seqlens_k", lambda x: -x, ValueError, "cu_seqlens_k: got -9 after 0, must never fall"),
+    ("cu_seqlens_k", lambda x: x * 2, ValueError, "cu_seqlens_k: got 406 last, must be at most k's 203 rows"),
+    ("seqused_k", lambda x: int32(9, 5, 0, 0, 0, 0), ValueError, "seqused_k: got 5 keys of sequence 1, allowed is"),
+    ("seqused_k", lambda x: int32(0, -1, 0, 0, 0, 0), ValueError, "seqused_k: got -1 keys of sequence 1, allowed is"),
     ("cu_seqlens_k", lambda x: x[1:], ValueError, r"cu_seqlens_k: got shape \(6,\), must be \[7\]"),
     ("cu_seqlens_k", lambda x: x.tolist(), TypeError, "cu_seqlens_k: got list"),
     ("max_seqlen_q", lambda x: 1.5, TypeError, "max_seqlen_q: got float"),
@@ -286,6 +286,13 @@ REFUSED = [
     ("window", lambda x: 3, TypeError, "window: got int"),
     ("dropout_p", lambda x: 2.0, ValueError, "dropout_p: got 2.0"),
     ("precision", lambda x: "low", ValueError, "precision: got 'low'"),
+    ("causal", lambda x: 1, TypeError, "causal: got int, must be a bool"),
+    ("scale", lambda x: math.nan, ValueError, "scale: got nan, must be finite"),
+    ("softcap", lambda x: -1.0, ValueError, "softcap: got -1.0"),
+    ("dropout_seed", lambda x: 0.5, TypeError, "dropout_seed: got float"),
+    ("out_dtype", lambda x: torch.float64, ValueError, "out_dtype: got torch.float64"),
+    ("path", lambda x: "fast", ValueError, "path: got 'fast'"),
+    ("alibi_slopes", lambda x: torch.zeros(5), ValueError, r"alibi_slopes: got shape \(5,\), must be \[Hq\], \(4,\)"),
 ]
 
 
@@ -301,7 +308,7 @@ def test_bad_arguments_are_refused(kernel, name, change, error, message):
 @pytest.mark.parametrize(
     "k_pages, v_pages, columns, message",
     [
-        (3, 2, 2, r"v: got pages of shape \(2, 16, 2, 8\), must be k's, \(3, 16, 2, 8\)"),
+        (3, 2, 2, r"v: got shape \(2, 16, 2, 8\), must be k's, \(3, 16, 2, 8\)"),
         (0, 0, 2, "k: got no pages"),
     ],
 )
@@ -314,6 +321,13 @@ def test_pages_that_the_table_cannot_mean_are_refused(kernel, k_pages, v_pages, 
         kernel.det_attn_varlen(q, k, v, starts, starts, 3, 3, block_table=table)
 
 
+def unread(call, *integers):
+    """call(*integers), where their values are not checked: on a GPU, or in vmap, where they cannot be read."""
+    if integers[0].is_cuda:
+        return call(*integers)
+    return torch.vmap(call)(*(x[None] for x in integers))[0]
+
+
 @pytest.mark.parametrize("k_ends", [(9, 4, 0), (-(2**31), 2**31 - 1, -(2**31)), (2**31 - 1,) * 3])
 @pytest.mark.parametrize("q_ends", [(0, 6, 3), (-5, 2**31 - 1, 6), (2**31 - 1, -(2**31), 2**31 - 1)])
 def test_nothing_beyond_the_keys_is_read_whatever_the_starts(kernel, device, q_ends, k_ends):
@@ -323,5 +337,53 @@ def test_nothing_beyond_the_keys_is_read_whatever_the_starts(kernel, device, q_e
     around[100:109] = 1.0
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (q_ends, k_ends))
     how = dict(window=(2**62, 3), alibi_slopes=torch.ones(4, device=device), dropout_p=0.5)
-    out = kernel.det_attn_varlen(q, around[100:109], around[100:109], cu_q, cu_k, 3, 3, True, **how)
+    keys = around[100:109]
+    out = unread(lambda *cu: kernel.det_attn_varlen(q, keys, keys, *cu, 3, 3, True, **how), cu_q, cu_k)
     assert out.isfinite().all()
+
+
+# Two sequences of 5 queries and at most 8 keys, which are 12 packed rows or two pages of 4 for each. What is wrong
+# with the first, and what its queries give: the number of its keys that count, or NaN.
+APART = [
+    (dict(seqused_k=(8, 6)), 6),
+    (dict(seqused_k=(2**31 - 1, 6)), 6),
+    (dict(seqused_k=(-5, 6)), 0),
+    (dict(block_table=((0, 1), (2, 3)), seqused_k=(9, 8)), 8),
+    (dict(block_table=((0, 1), (2, 3)), seqused_k=(2**31 - 1, 8)), 8),
+    (dict(block_table=((0, 1), (2, 3)), cu_seqlens_k=(0, 9, 17)), 8),
+    (dict(block_table=((0,), (2,)), cu_seqlens_k=(0, 6, 10)), 4),
+    (dict(block_table=((0, 9), (2, 3))), math.nan),
+    (dict(block_table=((-1, 1), (2, 3))), math.nan),
+]
+
+
+@pytest.mark.parametrize("wrong, used", APART, ids=str)
+def test_wrong_numbers_reach_no_other_sequence(kernel, device, wrong, used):
+    """Its keys are 1, those of the other sequence NaN. Refused where the numbers can be read."""
+    q = torch.ones(10, 4, 16, device=device)
+    paged = "block_table" in wrong
+    k = torch.ones(4, 4, 2, 16, device=device) if paged else torch.ones(12, 2, 16, device=device)
+    k[2 if paged else 6 :] = math.nan
+    given = {"cu_seqlens_q": (0, 5, 10), "cu_seqlens_k": (0, 6, 12), **wrong}
+    given = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in given.items()}
+
+    def call(*integers):
+        return kernel.det_attn_varlen(q, k, k, **dict(zip(given, integers)), max_seqlen_q=5, max_seqlen_k=8)
+
+    found = unread(call, *given.values())[:5]
+    keys = torch.full((1, 2, 0 if math.isnan(used) else used, 16), 1.0, device=device)
+    expected = kernel.det_attn(q[:5].transpose(0, 1)[None], keys, keys)[0].transpose(0, 1)
+    assert found.isnan().all() if math.isnan(used) else torch.equal(found, expected)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"^(seqused_k|cu_seqlens_k|block_table): got"):
+            call(*given.values())
+
+
+def test_values_that_nothing_reads_may_be_anything(kernel, device):
+    """Entries behind a sequence's pages, and cu_seqlens_k beside a block_table with seqused_k."""
+    q, pages = torch.ones(2, 4, 16, device=device), torch.ones(2, 4, 2, 16, device=device)
+    table, cu_q, cu_k, used = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in (((1, -7), (0, 99)), (0, 1, 2), (5, 1, -3), (4, 2))
+    )
+    out = kernel.det_attn_varlen(q, pages, pages, cu_q, cu_k, 1, 4, block_table=table, seqused_k=used)
+    assert torch.equal(out, torch.ones_like(out))

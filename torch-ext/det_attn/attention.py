@@ -80,7 +80,8 @@ def det_attn(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: attn_bias or alibi_slopes requires grad and grad mode is on, or an input has a forward-mode
-            tangent; from the backward() of a gradient: the second derivative does not exist.
+            tangent or is differentiated by torch.func; from the backward() of a gradient: the second derivative does
+            not exist.
 
     Gradients of Q, K and V, those that require one, are exact sums too (contract section 8): the same bytes for every
     run, batching, grouping and sharding, in Q's dtype. The State has no gradient.

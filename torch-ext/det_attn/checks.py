@@ -7,6 +7,7 @@ Checks compare sizes without converting them, so they also hold for the symbolic
 """
 
 import math
+from numbers import Real
 from typing import NamedTuple, Optional
 
 import torch
@@ -23,11 +24,15 @@ GRADIENT_DIGITS = 3
 _MAX_OFFSET = 2**62  # so that q_offset - kv_offset fits the op's int64
 _FARTHEST = 2**60  # Mask::kFarthest in csrc/problem.h
 _MAX_SOFTCAP = torch.finfo(torch.float64).max
+_OURS = ("Q", "K", "V")  # what messages call them, unless the caller has other names
+TORCHS = ("query", "key", "value")
 _ID_SHAPES = {"dropout_rows": "[B, Sq] of Q", "dropout_keys": "[Skv] of K"}
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (int, torch.SymInt)
 _STRIDED = torch.strided
+_in_transform = torch._C._are_functorch_transforms_active
+_PLAIN = (Tensor, torch.nn.Parameter)
 _HAS_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("forward"), "CUDA")
 
 # Contract section 1: 1 / sqrt(head_dim) in float64. Looked up, so that a traced head_dim is a constant and the scale
@@ -59,6 +64,17 @@ def _tensor(x, name):
     # torch would drop the tangent without a word. The level is looked at first: it costs nothing where there is none.
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(f"{name}: got a tensor with a forward-mode tangent, det-attn has no forward-mode AD")
+    if _in_transform() and not torch.compiler.is_compiling():
+        _no_func_gradient(x, name)
+
+
+def _no_func_gradient(x, name):
+    """The autograd of a library's op knows no torch.func: grad and its like would fail deep inside."""
+    functorch = torch._C._functorch
+    while torch.is_grad_enabled() and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            raise NotImplementedError(f"{name}: got a tensor of torch.func's grad, vjp or jacrev: use torch.autograd")
+        x = functorch.get_unwrapped(x)
 
 
 def _same_device(x, device, name, other):
@@ -76,7 +92,7 @@ def matrix(x, name):
         raise ValueError(f"{name}: got shape {tuple(shape)}, must be 4-D [batch, heads, length, head_dim]")
     head_dim = shape[3]
     if head_dim < 1 or head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"{name}: got head_dim {head_dim} in shape {tuple(shape)}, allowed is 1 to {MAX_HEAD_DIM}")
+        raise ValueError(f"{name}: got head_dim {head_dim}, allowed is 1 to {MAX_HEAD_DIM}")
     if head_dim != 1 and not is_dense(x):
         raise ValueError(
             f"{name}: got stride {x.stride(3)} in the last dimension, it must be dense (stride 1): call .contiguous()"
@@ -89,12 +105,12 @@ def is_dense(x):
     return x.stride()[3] == 1
 
 
-def inputs(Q, K, V):
+def inputs(Q, K, V, names=_OURS):
     """All that queries_keys() and values() check. Returns the shapes of Q and of K."""
     shapes = plain(Q, K, V)
     if shapes is None:
-        shapes = queries_keys(Q, K)
-        values(V, K)
+        shapes = queries_keys(Q, K, names)
+        values(V, K, names)
     return shapes
 
 
@@ -104,16 +120,20 @@ def plain(Q, K, V):
     To look at a tensor takes longer than to compare what was seen, so nothing is looked at twice.
     """
     if not (
-        type(Q) is type(K) is type(V) is Tensor
+        type(Q) in _PLAIN
+        and type(K) in _PLAIN
+        and type(V) in _PLAIN
+        and Q.dim() == K.dim() == V.dim() == 4
         and Q.layout is K.layout is V.layout is _STRIDED
         and not (Q.is_nested or K.is_nested or V.is_nested)
         and Q.dtype is K.dtype is V.dtype
         and ((Q.is_cpu and K.is_cpu and V.is_cpu) or (_HAS_CUDA and Q.is_cuda and Q.device == K.device == V.device))
         and forward_ad._current_level < 0
+        and not _in_transform()
     ):
         return None
     q_shape, k_shape = Q.shape, K.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
+    if V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
         return None
     (batch, q_heads, _, head_dim), (k_batch, kv_heads, kv_len, k_dim) = q_shape, k_shape
     if (
@@ -130,33 +150,48 @@ def plain(Q, K, V):
     return None
 
 
-def queries_keys(Q, K):
+def queries_keys(Q, K, names=_OURS):
     """Q [B, Hq, Sq, D] against K [B, Hkv, Skv, D]. Returns both shapes."""
-    q_shape = matrix(Q, "Q")
-    k_shape = matrix(K, "K")
+    q, k, _ = names
+    q_shape = matrix(Q, q)
+    k_shape = matrix(K, k)
     if K.dtype is not Q.dtype:
-        raise TypeError(f"K: got dtype {K.dtype}, must be Q's, {Q.dtype}")
-    _same_device(K, Q.device, "K", "Q")
+        raise TypeError(f"{k}: got dtype {K.dtype}, must be {q}'s, {Q.dtype}")
+    _same_device(K, Q.device, k, q)
     if k_shape[0] != q_shape[0] or k_shape[3] != q_shape[3]:
         raise ValueError(
-            f"K: got shape {tuple(k_shape)}, its batch and head_dim must be Q's, whose shape is {tuple(q_shape)}"
+            f"{k}: got shape {tuple(k_shape)}, its batch and head_dim must be {q}'s, whose shape is {tuple(q_shape)}"
         )
     q_heads, kv_heads = q_shape[1], k_shape[1]
     if q_heads != kv_heads and (kv_heads == 0 or q_heads % kv_heads != 0):
-        raise ValueError(f"Q: got {q_heads} heads, must be a multiple of K's {kv_heads}")
+        raise ValueError(f"{q}: got {q_heads} heads, must be a multiple of {k}'s {kv_heads}")
     if k_shape[2] > MAX_KEYS:
-        raise ValueError(f"K: got {k_shape[2]} keys, at most {MAX_KEYS} are allowed")
+        raise ValueError(f"{k}: got {k_shape[2]} keys, at most {MAX_KEYS} are allowed")
     return q_shape, k_shape
 
 
-def values(V, K):
+def values(V, K, names=_OURS):
     """V has K's shape, dtype and device."""
-    v_shape = matrix(V, "V")
+    q, k, v = names
+    v_shape = matrix(V, v)
     if V.dtype is not K.dtype:
-        raise TypeError(f"V: got dtype {V.dtype}, must be Q's and K's, {K.dtype}")
-    _same_device(V, K.device, "V", "K")
+        raise TypeError(f"{v}: got dtype {V.dtype}, must be {q}'s and {k}'s, {K.dtype}")
+    _same_device(V, K.device, v, k)
     if v_shape != K.shape:
-        raise ValueError(f"V: got shape {tuple(v_shape)}, must be K's, {tuple(K.shape)}")
+        raise ValueError(f"{v}: got shape {tuple(v_shape)}, must be {k}'s, {tuple(K.shape)}")
+
+
+def widths(query, key, value):
+    """(E, Ev) of inputs with at least two dimensions, whose widths may differ: they are padded later."""
+    width, value_width = query.shape[-1], value.shape[-1]
+    if key.shape[-1] != width:
+        raise ValueError(f"key: got head_dim {key.shape[-1]}, must be query's, {width}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value: got {value.shape[-2]} rows, must be key's, {key.shape[-2]}")
+    for name, x in (("query", width), ("value", value_width)):
+        if x < 1 or x > MAX_HEAD_DIM:
+            raise ValueError(f"{name}: got head_dim {x}, allowed is 1 to {MAX_HEAD_DIM}")
+    return width, value_width
 
 
 def row_maxima(rowmax, Q, q_shape):
@@ -255,18 +290,18 @@ def _offset(x, name):
         raise ValueError(f"{name}: got {x}, allowed is -2**62 to 2**62")
 
 
-def softmax_scale(scale, head_dim):
+def softmax_scale(scale, head_dim, name="scale"):
     """The factor on the scores; None is 1 / sqrt(head_dim) in float64."""
     if scale is None:
         return _DEFAULT_SCALE[head_dim]
-    if not isinstance(scale, (float, int)) or isinstance(scale, bool):
-        raise TypeError(f"scale: got {_got_type(scale)}, must be a float, an int or None")
+    if not isinstance(scale, (float, int, Real)) or isinstance(scale, bool):
+        raise TypeError(f"{name}: got {_got_type(scale)}, must be a float, an int or None")
     try:
         scale = float(scale)
     except OverflowError:
-        raise ValueError(f"scale: got an int of {scale.bit_length()} bits, must be within float64") from None
+        raise ValueError(f"{name}: got an int of {scale.bit_length()} bits, must be within float64") from None
     if not -math.inf < scale < math.inf:  # NaN fails too; unlike isfinite this holds for a traced float
-        raise ValueError(f"scale: got {scale}, must be finite")
+        raise ValueError(f"{name}: got {scale}, must be finite")
     return scale
 
 
@@ -340,7 +375,7 @@ def modifiers(
             "at most 2**60"
         )
     if attn_bias is not None:
-        attn_bias = _bias(attn_bias, Q, (*q_shape[:3], kv_len))
+        attn_bias = bias(attn_bias, Q, (*q_shape[:3], kv_len))
     if alibi_slopes is not None:
         _slopes(alibi_slopes, Q)
     if key_ranges is not None:
@@ -381,42 +416,39 @@ def _softcap(softcap):
     return float(softcap)
 
 
-def dropout_probability(dropout_p):
+def dropout_probability(dropout_p, name="dropout_p"):
     """0 to 1, as a float."""
-    if not 0 <= _number(dropout_p, "dropout_p") <= 1:
-        raise ValueError(f"dropout_p: got {dropout_p}, allowed is 0 to 1")
+    if not 0 <= _number(dropout_p, name) <= 1:
+        raise ValueError(f"{name}: got {dropout_p}, allowed is 0 to 1")
     return float(dropout_p)
 
 
 def _no_modifier_gradient(x, name):
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{name}: got a tensor that requires grad, but only Q, K and V have gradients: pass {name}.detach()"
+            f"{name}: got a tensor that requires grad, but it has no gradient here: pass {name}.detach()"
         )
 
 
-def only_bias(bias, Q, kv_len):
-    """The Modifiers of a call that has a bias and nothing else."""
-    return Modifiers(_bias(bias, Q, (*Q.shape[:3], kv_len)))
-
-
-def _bias(bias, Q, shape):
-    """bool or a float dtype, broadcastable to [B, Hq, Sq, Skv]; returns it expanded."""
-    if isinstance(bias, CausalBias):  # holds no values
-        raise TypeError("attn_bias: got torch's CausalBias, must be a torch.Tensor with values; or use causal")
-    _tensor(bias, "attn_bias")
-    if bias.dtype is not torch.bool and bias.dtype not in INPUT_DTYPES:
-        raise TypeError(f"attn_bias: got dtype {bias.dtype}, allowed are bool, float32, bfloat16 and float16")
-    _same_device(bias, Q.device, "attn_bias", "Q")
-    _no_modifier_gradient(bias, "attn_bias")
-    if bias.shape == shape:
-        return bias
-    given = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    if len(given) != 4 or any(size != 1 and size != full for size, full in zip(given, shape)):
-        raise ValueError(
-            f"attn_bias: got shape {tuple(bias.shape)}, must be broadcastable to [B, Hq, Sq, Skv], {tuple(shape)}"
-        )
-    return bias.expand(shape)
+def bias(x, Q, shape, name="attn_bias", of="Q"):
+    """bool or a float dtype, broadcastable to `shape` [B, Hq, Sq, Skv]; returns it expanded."""
+    if isinstance(x, CausalBias):  # holds no values
+        raise TypeError(f"{name}: got torch's CausalBias, must be a torch.Tensor with values")
+    _tensor(x, name)
+    if x.dtype is not torch.bool and x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, allowed are bool, float32, bfloat16 and float16")
+    _same_device(x, Q.device, name, of)
+    _no_modifier_gradient(x, name)
+    if x.shape == shape:
+        return x
+    given = x.shape
+    if len(given) <= 4:
+        for size, full in zip(given, shape[4 - len(given) :]):
+            if size != 1 and size != full:
+                break
+        else:
+            return x.expand(*shape)
+    raise ValueError(f"{name}: got shape {tuple(given)}, must be broadcastable to [B, Hq, Sq, Skv], {tuple(shape)}")
 
 
 def _slopes(slopes, Q):
@@ -452,14 +484,53 @@ def length(x, name):
         raise ValueError(f"{name}: got {x}, must not be negative")
 
 
-def vector(x, name, Q, size):
-    """int32 [size] on Q's device; size None is any."""
+def vector(x, name, Q, size, of="q", dtypes=(torch.int32,)):
+    """int32 [size] on Q's device; size None is any from 2."""
     _tensor(x, name)
-    if x.dtype is not torch.int32:
-        raise TypeError(f"{name}: got dtype {x.dtype}, must be int32")
-    _same_device(x, Q.device, name, "q")
-    if x.dim() != 1 or (size is not None and x.shape[0] != size):
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be [{'N + 1' if size is None else size}]")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be {' or '.join(str(d)[6:] for d in dtypes)}")
+    _same_device(x, Q.device, name, of)
+    if x.dim() != 1 or (x.shape[0] < 2 if size is None else x.shape[0] != size):
+        allowed = "[N + 1] of at least one sequence" if size is None else f"[{size}]"
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be {allowed}")
+    return x.shape[0]
+
+
+def host_values(*tensors):
+    """The tensors, or None, as lists, where reading them waits for nothing. None on a GPU, and for tensors that hold no
+    numbers: those of a compiler, of vmap and of a fake mode."""
+    if torch.compiler.is_compiling() or any(x is not None and not x.is_cpu for x in tensors):
+        return None
+    try:
+        return [None if x is None else x.tolist() for x in tensors]
+    except RuntimeError:
+        return None
+
+
+def starts(values, name, rows, of):
+    """A list of sequences' starts within so many rows; None: within any."""
+    if values[0] != 0:
+        raise ValueError(f"{name}: got {values[0]} first, must be 0")
+    for start, end in zip(values, values[1:]):
+        if end < start:
+            raise ValueError(f"{name}: got {end} after {start}, must never fall")
+    if rows is not None and values[-1] > rows:
+        raise ValueError(f"{name}: got {values[-1]} last, must be at most {of}'s {rows} rows")
+
+
+def used_keys(lengths, name, room):
+    """How many keys of each sequence are used, and how many there are."""
+    for n, (length, most) in enumerate(zip(lengths, room)):
+        if length < 0 or length > most:
+            raise ValueError(f"{name}: got {length} keys of sequence {n}, allowed is 0 to {most}")
+
+
+def used_pages(table, lengths, page_size, pages):
+    """block_table as lists: what is in use must be pages."""
+    for n, (row, length) in enumerate(zip(table, lengths)):
+        for page in row[: -(-length // max(page_size, 1))]:
+            if page < 0 or page >= pages:
+                raise ValueError(f"block_table: got page {page} of sequence {n}, allowed is 0 to {pages - 1}")
 
 
 def table(x, Q, sequences):
@@ -472,12 +543,11 @@ def table(x, Q, sequences):
         raise ValueError(f"block_table: got shape {tuple(x.shape)}, must be [{sequences}, max_blocks]")
 
 
-def pages(k, v, block_table):
-    """k, v [num_blocks, page_size, Hkv, D]: one table serves both, so their shapes are one too."""
-    matrix(k, "k")
-    matrix(v, "v")
-    if v.shape != k.shape:
-        raise ValueError(f"v: got pages of shape {tuple(v.shape)}, must be k's, {tuple(k.shape)}")
+def pages(k, v, q, block_table):
+    """k, v [num_blocks, page_size, Hkv, D] of one shape: one table serves both."""
+    for x, name in ((k, "k"), (v, "v")):
+        matrix(x, name)
+        _same_device(x, q.device, name, "q")
     if k.shape[0] == 0 and block_table.shape[1] > 0:
         raise ValueError(f"k: got no pages, but block_table has shape {tuple(block_table.shape)}")
 

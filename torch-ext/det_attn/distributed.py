@@ -155,7 +155,7 @@ def _checked(call: _Call, q: Tensor, k: Tensor, v: Tensor, teams: Sequence[Team]
     for name, x in (("q", q), ("k", k), ("v", v)):
         if hasattr(x, "to_local"):
             raise TypeError(f"{name}: got a DTensor, must be own rows as an ordinary tensor: {name}.to_local()")
-    q_shape, k_shape = checks.inputs(q, k, v)
+    q_shape, k_shape = checks.inputs(q, k, v, ("q", "k", "v"))
     for team in teams:
         if q.device.type not in team.devices:
             raise ValueError(f"q: got device {q.device}, the group's backend is for {' and '.join(team.devices)}")

@@ -196,7 +196,7 @@ def grad_accumulate(
         Combine shards by +, in any order: dQ over shards of the keys, dK and dV over shards of the queries.
 
     Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: as `grad_reference`.
+        TypeError, ValueError, NotImplementedError: as `grad_reference`.
     """
     given = (Q, K, V, dO, out, rowmax, DEN)
     call, modifiers = _call(

@@ -45,7 +45,7 @@ def det_attn_sharded(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError, RuntimeError: as `det_attn`.
+        NotImplementedError: as `det_attn`.
 
     Gradients are those of `det_attn`, byte for byte, over the same shards.
     """

@@ -4,16 +4,15 @@ In: what `transformers.AttentionInterface` hands to an attention: query [B, Hq, 
 packing of the model. Out: [B, Sq, Hq, D] in the dtype of the input. A mask is data here, never read on the host.
 """
 
-import math
 from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from . import checks
-from .attention import det_attn
+from .attention import fused
 from .sdpa import cast_for_autocast, draw_seed, same_width
-from .varlen import sequences_of
+from .varlen import packed_ranges, packed_reach
 
 
 def attention(
@@ -31,7 +30,11 @@ def attention(
     position_ids: Optional[Tensor] = None,
     cu_seq_lens_q: Optional[Tensor] = None,
     cu_seq_lens_k: Optional[Tensor] = None,
+    max_length_k: Optional[int] = None,
     s_aux: Optional[Tensor] = None,
+    indices: Optional[Tensor] = None,
+    block_indices: Optional[Tensor] = None,
+    cache: Optional[Any] = None,
     block_table: Optional[Tensor] = None,
     output_attentions: bool = False,
     precision: str = "highest",
@@ -56,10 +59,15 @@ def attention(
         sliding_window: a query attends this many keys, itself among them, before it (and, if not causal, after it).
         softcap: c of c * tanh(score / c).
         position_bias: float, broadcastable to [B, Hq, Sq, Skv], added to the scores; without a gradient.
-        position_ids: [B or 1, Sq]; where a causal call without a mask has more keys than queries (a cache), they say
-            which key is a query's own. Packed rows come with a mask, which transformers makes of them.
-        cu_seq_lens_q, cu_seq_lens_k: or with these, [sequences + 1], the starts of the sequences, in a batch of 1.
-        s_aux, block_table, output_attentions: attention sinks, paged caches and weights are not supported.
+        position_ids: integers [B or 1, Sq] or [Sq]; where a causal call without a mask has more keys than queries (a
+            cache), they say which key is a query's own; of more dimensions they are not looked at. Packed rows come
+            with a mask, which transformers makes of them.
+        cu_seq_lens_q, cu_seq_lens_k: or with these, int32 or int64 [sequences + 1], the starts of the sequences, in a
+            batch of 1, as in `det_attn_varlen`: their values are checked on the CPU alone.
+        max_length_k: int, at least the keys of the longest of them, as max_seqlen_k in `det_attn_varlen`; a tensor is
+            not read.
+        s_aux, indices, block_indices, cache, block_table, output_attentions: attention sinks, keys chosen by an
+            indexer, paged caches and weights are not supported.
         precision: "highest" or "high", as in `det_attn`: register functools.partial(attention, precision="high").
         ignored: what other models pass along.
 
@@ -68,119 +76,143 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: sinks, paged caches, weights, or the gradient of position_bias or of a float mask were
-            asked for.
+        NotImplementedError: sinks, chosen keys, paged caches, weights, or the gradient of position_bias or of a float
+            mask were asked for; else as `scaled_dot_product_attention`.
     """
-    if s_aux is not None or block_table is not None or output_attentions:
-        name = "s_aux" if s_aux is not None else "block_table" if block_table is not None else "output_attentions"
-        raise NotImplementedError(f"{name}: attention sinks, paged caches and attention weights are not supported here")
+    _refuse(
+        s_aux=s_aux, indices=indices, block_indices=block_indices, cache=cache, block_table=block_table,
+        output_attentions=output_attentions or None,
+    )  # fmt: skip
     checks.are_tensors(query=query, key=key, value=value)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise ValueError(f"query, key, value: got shapes {shapes}, must be 4-D [batch, heads, length, head_dim]")
-    if attention_mask is not None:
-        checks.are_tensors(attention_mask=attention_mask)
-        if attention_mask.dim() not in (2, 4):
-            raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, must be 2-D or 4-D")
     if sliding_window is not None:
         checks.window_size(sliding_window, "sliding_window")
-    query, key, value = cast_for_autocast(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    elif not isinstance(is_causal, (bool, torch.SymBool)):
+        raise TypeError(f"is_causal: got {type(is_causal).__name__}, must be a bool or None")
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("cu_seq_lens_q, cu_seq_lens_k: got one of them, must be both or none")
+    query, key, value = cast_for_autocast(query, key, value)
+    width, value_width = checks.widths(query, key, value)
+    scale = checks.softmax_scale(scaling, width, "scaling")  # of the width as given
+    dropout = checks.dropout_probability(dropout, "dropout")
+    checks.precision_name(precision)
     q_len = query.shape[2]
-    bias, ranges, q_offset = None, None, None
-    window = (-1, -1)
+    bias, ranges, q_offset, reach = None, None, None, -1
+    window = checks.EVERYWHERE
 
+    if attention_mask is not None:
+        bias, key, value = _masked(attention_mask, query, key, value)
+    kv_len = key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 4:
-        bias = attention_mask[..., : key.shape[2]]
         is_causal = False
     else:
-        if attention_mask is not None:
-            kept = attention_mask.shape[1]
-            key, value = key[:, :, :kept], value[:, :, :kept]
-            bias = attention_mask[:, None, None].to(torch.bool)
         is_causal = True if is_causal and q_len > 1 else False  # a bool for a traced length too
         if sliding_window is not None:
             window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
-        kv_len = key.shape[2]
-        if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-            _check_starts(cu_seq_lens_q, cu_seq_lens_k, query)
-            ranges = _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window)
-            is_causal, window = False, (-1, -1)
-        elif attention_mask is None and is_causal and kv_len > q_len:
-            if position_ids is not None and position_ids.dim() == 2:
-                ranges = _cached_ranges(position_ids, kv_len, window)
-                is_causal, window = False, (-1, -1)
-            else:
-                q_offset = 0  # as in transformers' own sdpa: what lies behind is the rest of a static cache
+    if attention_mask is None and cu_seq_lens_q is not None:
+        starts_q, starts_k = _starts(cu_seq_lens_q, cu_seq_lens_k, query, key)
+        ranges = packed_ranges(starts_q, starts_k[:-1], starts_k[1:], q_len)[0][None]
+        if isinstance(max_length_k, int):
+            reach = packed_reach(cu_seq_lens_q, cu_seq_lens_k, max_length_k, is_causal, *window)
+    elif attention_mask is None and is_causal and kv_len > q_len:
+        if position_ids is not None and _are_positions(position_ids, query):
+            ranges = _cached_ranges(position_ids, kv_len, window)
+            is_causal, window = False, checks.EVERYWHERE
+        else:
+            q_offset = 0  # as in transformers' own sdpa: what lies behind is the rest of a static cache
 
     if position_bias is not None:
-        bias = _with_bias(position_bias[..., : key.shape[2]], bias)
-    if scaling is None:
-        scaling = 1.0 / math.sqrt(query.shape[-1])  # of the width as given
-    width = value.shape[-1]
+        bias = _with_bias(position_bias, bias, query, kv_len)
     query, key, value = same_width(query, key, value)
-    out = det_attn(
-        query,
-        key,
-        value,
-        is_causal,
-        scaling,
-        precision=precision,
-        q_offset=q_offset,
-        out_dtype=query.dtype,
-        attn_bias=bias,
-        window=window,
-        softcap=softcap or 0.0,
-        key_ranges=ranges,
-        dropout_p=dropout,
-        dropout_seed=draw_seed() if dropout else 0,
+    _, k_shape = checks.inputs(query, key, value, checks.TORCHS)
+    diagonal, modifiers = checks.modifiers(
+        query, k_shape, is_causal, q_offset, 0, bias, window, softcap or 0.0, None, ranges, dropout
     )
-    return out[..., :width].transpose(1, 2), None
+    if dropout > 0.0:  # a call that is refused draws nothing
+        modifiers = modifiers._replace(dropout_seed=draw_seed())
+    call = (is_causal, scale, precision, diagonal, 0, kv_len)
+    out = fused(query, key, value, call, modifiers, query.dtype, "auto", reach)[0]
+    return out[..., :value_width].transpose(1, 2), None
 
 
-def _ranges(begin, end):
-    """key_ranges [B or 1, Sq, 2]; the kernels clamp them to the keys that are there."""
-    return torch.stack((begin, end), dim=-1).clamp(-(2**31), 2**31 - 1).to(torch.int32)
+def _refuse(**given):
+    """What changes the result and is not there."""
+    for name, x in given.items():
+        if x is not None:
+            raise NotImplementedError(
+                f"{name}: got {type(x).__name__}, must be None: attention sinks, keys chosen by an indexer, paged "
+                "caches and attention weights are not supported here"
+            )
+
+
+def _masked(mask, query, key, value):
+    """A mask of pairs or of keys as a bias, and the keys and values that it reaches."""
+    checks.are_tensors(attention_mask=mask)
+    shape, batch, kv_len = mask.shape, query.shape[0], key.shape[2]
+    if len(shape) == 2 and shape[0] in (1, batch) and shape[1] <= kv_len:
+        key, value = key[:, :, : shape[1]], value[:, :, : shape[1]]
+        bias = mask[:, None, None].to(torch.bool)
+    elif len(shape) == 4:
+        bias = mask[..., :kv_len]
+    else:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(shape)}, must be 2-D or 4-D, [{batch}, at most {kv_len}] where it is 2-D"
+        )
+    checks.bias(bias, query, (*query.shape[:3], key.shape[2]), "attention_mask", "query")
+    return bias, key, value
+
+
+def _are_positions(position_ids, query):
+    """Whether they are those of the rows, and not of more than one kind."""
+    batch, q_len = query.shape[0], query.shape[2]
+    checks.are_tensors(position_ids=position_ids)
+    if position_ids.dtype.is_floating_point or position_ids.dtype.is_complex or position_ids.dtype is torch.bool:
+        raise TypeError(f"position_ids: got dtype {position_ids.dtype}, must be integers")
+    shape = position_ids.shape
+    if len(shape) > 2:
+        return False
+    if len(shape) == 0 or shape[-1] != q_len or shape[:-1] not in ((), (1,), (batch,)):
+        raise ValueError(f"position_ids: got shape {tuple(shape)}, must be [B or 1, Sq] with B = {batch}, Sq = {q_len}")
+    return True
 
 
 def _cached_ranges(position_ids, kv_len, window):
-    """Causal with more keys than queries. A query's own key is at its position, or, where the cache has dropped older
-    keys, counted from the last key: at the smaller of both."""
+    """Causal with more keys than queries: key_ranges [B or 1, Sq, 2], which the kernels clamp to the keys there are. A
+    query's own key is at its position, or, where the cache has dropped older keys, counted from the last key: at the
+    smaller of both."""
+    position_ids = position_ids if position_ids.dim() == 2 else position_ids[None]
     q_len = position_ids.shape[1]
     from_last = torch.arange(kv_len - q_len, kv_len, device=position_ids.device)
     own = torch.minimum(position_ids, from_last)
-    return _ranges(own - window[0] if window[0] >= 0 else torch.zeros_like(own), own + 1)
+    begin = own - window[0] if window[0] >= 0 else torch.zeros_like(own)
+    return torch.stack((begin, own + 1), dim=-1).clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 
-def _check_starts(cu_seq_lens_q, cu_seq_lens_k, query):
-    checks.are_tensors(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+def _starts(cu_seq_lens_q, cu_seq_lens_k, query, key):
+    """Both as int32."""
     if query.shape[0] != 1:
         raise ValueError(f"query: got a batch of {query.shape[0]} with cu_seq_lens_q, must be a batch of 1")
-    if cu_seq_lens_q.dim() != 1 or len(cu_seq_lens_q) < 2 or cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-        raise ValueError(
-            f"cu_seq_lens_q, cu_seq_lens_k: got shapes {tuple(cu_seq_lens_q.shape)} and {tuple(cu_seq_lens_k.shape)}, "
-            "must both be [sequences + 1]"
-        )
+    size = None
+    for x, name in ((cu_seq_lens_q, "cu_seq_lens_q"), (cu_seq_lens_k, "cu_seq_lens_k")):
+        size = checks.vector(x, name, query, size, "query", (torch.int32, torch.int64))
+    values = checks.host_values(cu_seq_lens_q, cu_seq_lens_k)
+    if values is not None:
+        checks.starts(values[0], "cu_seq_lens_q", query.shape[2], "query")
+        checks.starts(values[1], "cu_seq_lens_k", key.shape[2], "key")
+    return cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
 
 
-def _packed_ranges(cu_seq_lens_q, cu_seq_lens_k, q_len, is_causal, window):
-    """Packed sequences by their starts: within each the last query sees the last key. Queries behind the last sequence
-    attend nothing."""
-    token, sequence = sequences_of(cu_seq_lens_q.to(torch.int64), q_len)
-    sequence = sequence.clamp(max=len(cu_seq_lens_q) - 2)
-    begin, end = cu_seq_lens_k[sequence].to(torch.int64), cu_seq_lens_k[sequence + 1].to(torch.int64)
-    own = end - cu_seq_lens_q[sequence + 1] + token
-    if window[0] >= 0:
-        begin = torch.maximum(begin, own - window[0])
-    if is_causal:
-        end = torch.minimum(end, own + 1)
-    elif window[1] >= 0:
-        end = torch.minimum(end, own + window[1] + 1)
-    return _ranges(begin, end.masked_fill(token >= cu_seq_lens_q[-1], 0))[None]
-
-
-def _with_bias(position_bias, mask):
+def _with_bias(position_bias, mask, query, kv_len):
+    checks.are_tensors(position_bias=position_bias)
+    if position_bias.dtype is torch.bool:
+        raise TypeError("position_bias: got dtype torch.bool, allowed are float32, bfloat16 and float16")
+    if position_bias.dim() > 0:
+        position_bias = position_bias[..., :kv_len]
+    checks.bias(position_bias, query, (*query.shape[:3], kv_len), "position_bias", "query")
     if mask is None:
         return position_bias
     if mask.dtype is torch.bool:

@@ -41,9 +41,9 @@ def det_attn_varlen(
 
     Args:
         q: [total_q, Hq, D]; k, v: [total_k, Hkv, D]; dtypes and heads as for `det_attn`, last dimension dense.
-        cu_seqlens_q, cu_seqlens_k: int32 [N + 1] on q's device, 0 first, never falling: sequence n is rows
-            cu_seqlens[n] to cu_seqlens[n + 1]. Sequences may be empty. Their values are not checked: that would mean
-            waiting for the device. Rows of q behind the last sequence give 0.
+        cu_seqlens_q, cu_seqlens_k: int32 [N + 1] on q's device, 0 first, never falling, at most the rows that there
+            are: sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1]. Sequences may be empty. Rows of q behind the
+            last sequence give 0.
         max_seqlen_q: int, as FlashAttention takes it; nothing depends on it.
         max_seqlen_k: int, at least the keys of the longest sequence. Where cu_seqlens_q and cu_seqlens_k are the same
             memory it bounds the workspace on a GPU, and rows of sequences longer than it may become NaN there.
@@ -53,8 +53,9 @@ def det_attn_varlen(
         dropout_p, dropout_seed: those of `det_attn`, where sequence n is batch n.
         block_table: int32 [N, max_blocks]: k and v are pages [num_blocks, page_size, Hkv, D], and those of sequence n
             are block_table[n], in order. The pages are copied together first. Forward only. Entries of pages that lie
-            behind the sequence's length may be anything.
-        seqused_k: int32 [N]: how many keys of each sequence count, instead of all that cu_seqlens_k gives it.
+            behind the sequence's length may be anything; cu_seqlens_k gives the lengths alone.
+        seqused_k: int32 [N]: how many keys of each sequence count, the first ones, instead of all that cu_seqlens_k
+            gives it. Beside a block_table cu_seqlens_k is not used then.
 
     Returns:
         out_dtype [total_q, Hq, D].
@@ -62,37 +63,44 @@ def det_attn_varlen(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: an input requires grad beside a block_table and grad mode is on; else as `det_attn`.
-        RuntimeError: as `det_attn`.
+
+    The values of cu_seqlens, block_table and seqused_k are checked on the CPU, in eager calls. On CUDA that would mean
+    waiting for the device: wrong ones give numbers without meaning there. But memory is safe, a sequence sees no keys
+    but its own rows or pages, and one that uses a page which is not there is NaN.
 
     Gradients of q, k and v are those of `det_attn` for each sequence, byte for byte.
     """
     checks.are_tensors(q=q, k=k, v=v)
-    sequences = _lengths(cu_seqlens_q, "cu_seqlens_q", q, None) - 1
-    _lengths(cu_seqlens_k, "cu_seqlens_k", q, sequences + 1)
+    sequences = checks.vector(cu_seqlens_q, "cu_seqlens_q", q, None) - 1
+    checks.vector(cu_seqlens_k, "cu_seqlens_k", q, sequences + 1)
     if seqused_k is not None:
-        _lengths(seqused_k, "seqused_k", q, sequences)
+        checks.vector(seqused_k, "seqused_k", q, sequences)
     checks.length(max_seqlen_q, "max_seqlen_q")
     checks.length(max_seqlen_k, "max_seqlen_k")
-    starts, ends = cu_seqlens_k[:-1], cu_seqlens_k[1:]
-    if block_table is not None:
+    if block_table is None:
+        _check_shapes(q, k, v, "[total_k, heads, head_dim]")
+    else:
         checks.no_gradient("det_attn_varlen with a block_table", q=q, k=k, v=v)
         checks.table(block_table, q, sequences)
-        checks.pages(k, v, block_table)
-        k, v = _gathered(k, block_table), _gathered(v, block_table)
-        starts = torch.arange(sequences, dtype=torch.int32, device=q.device) * (k.shape[0] // sequences)
-        ends = starts + (cu_seqlens_k.diff() if seqused_k is None else seqused_k)
-    elif seqused_k is not None:
-        ends = starts + seqused_k
-    Q, K, V = _heads_first(q, "q"), _heads_first(k, "k"), _heads_first(v, "v")
-    q_shape, k_shape = checks.inputs(Q, K, V)
-    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
-        raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}, must be [Hq]: one for all sequences")
+        _check_shapes(q, k, v, "[num_blocks, page_size, heads, head_dim]")
+        checks.pages(k, v, q, block_table)
+    _check_values(q, k, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k)
 
-    # Of each sequence the first key, the end, and how far a query's place lies behind its row; a last one has no keys.
-    table = pad(torch.stack([starts, ends, ends - cu_seqlens_q[1:]], 1), (0, 0, 0, 1))
-    rows, of_query = sequences_of(cu_seqlens_q, q_shape[2])
-    key_ranges = table.index_select(0, of_query)
-    key_ranges[:, 2] += rows
+    # Whatever the numbers on a GPU, which are not read here: no sequence reaches the keys of another.
+    starts, ends = cu_seqlens_k[:-1], cu_seqlens_k[1:]
+    if block_table is not None:
+        capacity = block_table.shape[1] * k.shape[1]
+        k, v = _gathered(k, block_table), _gathered(v, block_table)
+        starts = torch.arange(sequences, dtype=torch.int32, device=q.device) * capacity
+        ends = starts + (cu_seqlens_k.diff() if seqused_k is None else seqused_k).clamp(max=capacity)
+    elif seqused_k is not None:
+        ends = torch.minimum(starts + seqused_k, ends)
+    Q, K, V = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q_shape, k_shape = checks.inputs(Q, K, V, ("q", "k", "v"))
+    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.shape != q_shape[1:2]:
+        raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}, must be [Hq], ({q_shape[1]},)")
+
+    key_ranges, of_query = packed_ranges(cu_seqlens_q, starts, ends, q_shape[2])
     query_ids, key_ids = None, None
     if checks.dropout_probability(dropout_p) > 0:
         place = (key_ranges[:, 2] - key_ranges[:, 0]).to(torch.int64)  # among the keys of the sequence
@@ -108,29 +116,51 @@ def det_attn_varlen(
     checks.output_dtype(out_dtype)
     call = (causal, scale, precision, diagonal, 0, k_shape[2])
     reach = -1
-    if block_table is None and seqused_k is None and _are_one(cu_seqlens_q, cu_seqlens_k):
-        reach = _reach(min(max_seqlen_k, checks.MAX_KEYS), causal, modifiers.window_left, modifiers.window_right)
+    if block_table is None and seqused_k is None:
+        reach = packed_reach(
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_k, causal, modifiers.window_left, modifiers.window_right
+        )
     return fused(Q, K, V, call, modifiers, out_dtype, path, reach)[0][0].transpose(0, 1)
 
 
-def _lengths(x, name, q, size):
-    checks.vector(x, name, q, size)
-    if size is None and x.shape[0] < 2:
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be [N + 1] of at least one sequence")
-    return x.shape[0]
+def _check_shapes(q, k, v, layout):
+    """What det_attn's checks would report of other shapes than the caller's."""
+    for x, name, of in ((q, "q", "[total_q, heads, head_dim]"), (k, "k", layout), (v, "v", layout)):
+        dims = of.count(",") + 1
+        if x.dim() != dims:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be {dims}-D {of}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: got head_dim {k.shape[-1]}, must be q's, {q.shape[-1]}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: got shape {tuple(v.shape)}, must be k's, {tuple(k.shape)}")
 
 
-def _heads_first(x, name):
-    """[total, H, D] as a view [1, H, total, D]."""
-    if x.dim() != 3:
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be 3-D [total, heads, head_dim]")
-    return x.transpose(0, 1)[None]
+def _check_values(q, k, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k):
+    """On the CPU; on a GPU this would wait for the device."""
+    values = checks.host_values(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k)
+    if values is None:
+        return
+    of_q, of_k, table, used = values
+    checks.starts(of_q, "cu_seqlens_q", q.shape[0], "q")
+    if table is None or used is None:
+        checks.starts(of_k, "cu_seqlens_k", k.shape[0] if table is None else None, "k")
+    lengths = [end - start for start, end in zip(of_k, of_k[1:])]
+    room = lengths if table is None else [block_table.shape[1] * k.shape[1]] * len(lengths)
+    lengths, name = (lengths, "cu_seqlens_k") if used is None else (used, "seqused_k")
+    checks.used_keys(lengths, name, room)
+    if table is not None:
+        checks.used_pages(table, lengths, k.shape[1], k.shape[0])
 
 
-def sequences_of(cu_seqlens, total):
-    """(0 to total - 1 in cu_seqlens' dtype, the sequence of each of these rows, int32: N behind the last sequence)."""
-    rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return rows, torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True, out_int32=True)
+def packed_ranges(cu_seqlens_q, starts, ends, total):
+    """(key_ranges int32 [total, 3], the sequence of each query): sequence n has the keys from starts[n] to ends[n], and
+    its last query sees the last of them. Queries behind the last sequence have no keys."""
+    table = pad(torch.stack([starts, ends, ends - cu_seqlens_q[1:]], 1), (0, 0, 0, 1))
+    rows = torch.arange(total, dtype=torch.int32, device=cu_seqlens_q.device)
+    of_query = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True, out_int32=True)
+    key_ranges = table.index_select(0, of_query)
+    key_ranges[:, 2] += rows
+    return key_ranges, of_query
 
 
 def _are_one(a, b):
@@ -143,8 +173,12 @@ def _are_one(a, b):
         return False
 
 
-def _reach(longest, causal, left, right):
-    """Where queries and keys are packed alike: to how many keys before and behind its own row a query's keys extend."""
+def packed_reach(cu_seqlens_q, cu_seqlens_k, longest, causal, left, right):
+    """Where queries and keys are packed alike: to how many keys before and behind its own row a query's keys extend.
+    Otherwise -1."""
+    if not _are_one(cu_seqlens_q, cu_seqlens_k):
+        return -1
+    longest = min(longest, checks.MAX_KEYS)
     before = longest - 1 if left < 0 else min(left, longest - 1)
     if causal:
         return before
@@ -159,6 +193,10 @@ def _key_positions(starts, total):
 
 
 def _gathered(pages, block_table):
-    """[num_blocks, page_size, Hkv, D] -> [N * max_blocks * page_size, Hkv, D], the pages of each sequence in order."""
-    blocks = block_table.flatten().clamp(0, max(pages.shape[0] - 1, 0))
-    return pages.index_select(0, blocks).flatten(0, 1)
+    """[num_blocks, page_size, Hkv, D] -> [N * max_blocks * page_size, Hkv, D], the pages of each sequence in order.
+    Where there is no such page the rows hold a NaN: as keys they make every query NaN that attends them."""
+    asked = block_table.flatten()
+    blocks = asked.clamp(0, max(pages.shape[0] - 1, 0))
+    rows = pages.index_select(0, blocks)
+    rows[..., 0].masked_fill_((blocks != asked)[:, None, None], float("nan"))
+    return rows.flatten(0, 1)
