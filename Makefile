@@ -41,13 +41,13 @@ need = @$(PY) -c 'import sys, importlib.util as u; gone = [p for p in sys.argv[1
 
 .PHONY: demo demo-distributed test build package publish setup clean
 # Kernels that another nvcc makes spill are slower, with the same bytes: the tests refuse them, a first look does not.
-demo: BUILD += --allow-spills
+demo: override BUILD += --allow-spills
 demo: build
 	$(call need,kernels numpy)
 	$(PY) examples/shard_rotation.py $(DEMO)
 
 # The same attention on 1, 2 and 4 processes: --check compares det-attn's hashes with those of the first run.
-demo-distributed: BUILD += --allow-spills
+demo-distributed: override BUILD += --allow-spills
 demo-distributed: build
 	$(call need,kernels numpy)
 	@rm -f build/context_parallel.sha256
