@@ -41,10 +41,11 @@ __device__ __forceinline__ void load_row(const View& x, int64_t offset, int dims
   }
 }
 
-__device__ __forceinline__ bool is_vector_view(const View& x) {
-  const int64_t align = 4 * element_size(x.dtype);
-  return reinterpret_cast<uintptr_t>(x.data) % align == 0 && x.stride_batch % 4 == 0 && x.stride_head % 4 == 0 &&
-         x.stride_row % 4 == 0;
+// Whether every row begins at a multiple of `count` elements, 2 or 4.
+__device__ __forceinline__ bool is_aligned_view(const View& x, int count) {
+  const int64_t align = count * element_size(x.dtype);
+  return reinterpret_cast<uintptr_t>(x.data) % align == 0 && x.stride_batch % count == 0 &&
+         x.stride_head % count == 0 && x.stride_row % count == 0;
 }
 
 // Section 1 for an unscaled row: the exponent is in the bits of the largest magnitude. Returns it, or kPoisonedExponent
@@ -105,37 +106,49 @@ __device__ __forceinline__ void store_planes(uint8_t* planes, int64_t plane_stri
   }
 }
 
-static_assert(kRowPad % kWarps == 0 && kKeyPad % kWarps == 0, "a CTA's rows are of one head");
+constexpr int kWarpRows = 4;  // neighbouring rows of a warp, all on their way from memory at once
+static_assert(kRowPad % (kWarps * kWarpRows) == 0, "a CTA's rows are of one head");
+static_assert(kKeyPad % (kWarps * kWarpRows) == 0, "and its keys");
 
-// QUERY: scaled rows, and M's starting value. Otherwise key rows. One warp a padded row, blocks over rows and heads. A
-// padding row is a row of zeros: integers 0, exponent kMinExponent.
+// QUERY: scaled rows, and M's starting value. Otherwise key rows. kWarpRows padded rows a warp, blocks over rows and
+// heads. A padding row is a row of zeros: integers 0, exponent kMinExponent.
 template <bool QUERY, int SLOTS>
 __global__ void __launch_bounds__(kThreads)
     row_planes_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Shape s,
                       const __grid_constant__ Prepared out) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t length_pad = QUERY ? s.rows_pad : s.keys_pad;
-  const int64_t blocks = length_pad / kWarps;
-  const int64_t head = blockIdx.x / blocks, row = blockIdx.x % blocks * kWarps + threadIdx.x / kWarpSize;
+  const int64_t blocks = length_pad / (kWarps * kWarpRows);
+  const int64_t head = blockIdx.x / blocks,
+                first = (blockIdx.x % blocks * kWarps + threadIdx.x / kWarpSize) * kWarpRows;
   const int64_t batch = head / problem.kv_heads, kv_head = head % problem.kv_heads;
   const int64_t group = problem.q_heads / problem.kv_heads;
   const View& x = QUERY ? problem.q : problem.k;
-  const int64_t x_head = QUERY ? kv_head * group + row / problem.q_len : kv_head;
-  const int64_t x_row = QUERY ? row % problem.q_len : problem.mask.kv_lo + row;
-  const int64_t offset = batch * x.stride_batch + x_head * x.stride_head + x_row * x.stride_row;
+  const auto head_of = [&](int64_t row) { return QUERY ? kv_head * group + row / problem.q_len : kv_head; };
+  const auto row_of = [&](int64_t row) { return QUERY ? row % problem.q_len : problem.mask.kv_lo + row; };
 
-  float raw[SLOTS] = {};
-  if (row < (QUERY ? s.rows : s.keys)) load_row(x, offset, s.dims, is_vector_view(x), lane, raw);
-  int32_t q[SLOTS];
-  int e;
-  if constexpr (QUERY) {
-    e = quantise_scaled_row(raw, problem.scale, problem.precision.operand_bits, q);
-  } else {
-    e = quantise_row(raw, problem.precision.operand_bits, q);
+  float raw[kWarpRows][SLOTS] = {};
+  const bool vector = is_aligned_view(x, 4);
+#pragma unroll
+  for (int i = 0; i < kWarpRows; ++i) {
+    const int64_t row = first + i;
+    if (row >= (QUERY ? s.rows : s.keys)) break;
+    const int64_t offset = batch * x.stride_batch + head_of(row) * x.stride_head + row_of(row) * x.stride_row;
+    load_row(x, offset, s.dims, vector, lane, raw[i]);
   }
-  uint8_t* planes = (QUERY ? out.query : out.key) + head * s.planes * length_pad * s.dims_pad;
-  store_planes(planes, length_pad * s.dims_pad, row, s, lane, q);
-  if (lane == 0) {
+#pragma unroll
+  for (int i = 0; i < kWarpRows; ++i) {
+    const int64_t row = first + i;
+    int32_t q[SLOTS];
+    int e;
+    if constexpr (QUERY) {
+      e = quantise_scaled_row(raw[i], problem.scale, problem.precision.operand_bits, q);
+    } else {
+      e = quantise_row(raw[i], problem.precision.operand_bits, q);
+    }
+    uint8_t* planes = (QUERY ? out.query : out.key) + head * s.planes * length_pad * s.dims_pad;
+    store_planes(planes, length_pad * s.dims_pad, row, s, lane, q);
+    if (lane != 0) continue;
     const int64_t index = head * length_pad + row;
     (QUERY ? out.query_exponent : out.key_exponent)[index] = e == kPoisonedExponent ? kPoisonedInTile : e;
     if (QUERY) {
@@ -143,12 +156,12 @@ __global__ void __launch_bounds__(kThreads)
       const Mask& mask = problem.mask;
       int2 keys = make_int2(0, 0);
       if (row < s.rows) {
-        keys.x = static_cast<int>(mask.begin(batch, x_row) - mask.kv_lo);
-        keys.y = static_cast<int>(mask.end(batch, x_row) - mask.kv_lo);
+        keys.x = static_cast<int>(mask.begin(batch, row_of(row)) - mask.kv_lo);
+        keys.y = static_cast<int>(mask.end(batch, row_of(row)) - mask.kv_lo);
       }
       out.row_keys[index] = keys.y > keys.x ? keys : make_int2(0, 0);
       if (out.row_bias != nullptr)
-        out.row_bias[index] = problem.modifiers.bias.offset({batch, x_head, x_row, mask.kv_lo});
+        out.row_bias[index] = problem.modifiers.bias.offset({batch, head_of(row), row_of(row), mask.kv_lo});
     }
   }
 }
@@ -186,8 +199,16 @@ __global__ void tiles_kernel(const __grid_constant__ Shape s, const __grid_const
 
 // ---- value rows ----
 
-// One value row; slot c holds element 32 * c + lane. Non-finite elements become 0 (section 7: the exponent is taken
-// over the finite ones) and set `special`. Returns kZeroRow for a row without a nonzero finite element.
+// Two neighbouring value elements of 16 bits, from one load.
+__device__ __forceinline__ float2 load_two(const View& x, int64_t offset) {
+  const ushort2 v = *reinterpret_cast<const ushort2*>(static_cast<const uint16_t*>(x.data) + offset);
+  if (x.dtype == DType::kBFloat16) return make_float2(bfloat16_to_float(v.x), bfloat16_to_float(v.y));
+  return make_float2(float16_to_float(v.x), float16_to_float(v.y));
+}
+
+// One value row; slot c holds element 64 * (c / 2) + 2 * lane + c % 2. Non-finite elements become 0 (section 7: the
+// exponent is taken over the finite ones) and set `special`. Returns kZeroRow for a row without a nonzero finite
+// element.
 template <int SLOTS>
 __device__ __forceinline__ int quantise_value_row(float (&row)[SLOTS], int operand_bits, int32_t (&q)[SLOTS],
                                                   bool& special) {
@@ -218,6 +239,7 @@ __global__ void __launch_bounds__(kThreads)
   const View& x = problem.v;
   const int64_t base = head / problem.kv_heads * x.stride_batch + head % problem.kv_heads * x.stride_head;
 
+  const bool pairs = element_size(x.dtype) == 2 && s.dims % 2 == 0 && is_aligned_view(x, 2);
   int least = INT32_MAX, greatest = INT32_MIN;
   bool any_special = false;
   for (int word = warp; word < kSumKeys / 4; word += kWarps) {
@@ -228,9 +250,18 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < 4; ++i) {  // value_slot(key) is 4 * word + i
       const int64_t key = first + (i & 1) + (i >> 1) * 8, offset = base + (problem.mask.kv_lo + key) * x.stride_row;
 #pragma unroll
-      for (int c = 0; c < SLOTS; ++c) {
-        raw[i][c] =
-            key < s.keys && 32 * c + lane < s.dims ? load_element(x.data, offset + 32 * c + lane, x.dtype) : 0.0f;
+      for (int c = 0; c < SLOTS; c += 2) {
+        const int d = 32 * c + 2 * lane;
+        float2 two = make_float2(0.0f, 0.0f);
+        if (key < s.keys && d < s.dims) {
+          if (pairs) {
+            two = load_two(x, offset + d);
+          } else {
+            two.x = load_element(x.data, offset + d, x.dtype);
+            if (d + 1 < s.dims) two.y = load_element(x.data, offset + d + 1, x.dtype);
+          }
+        }
+        raw[i][c] = two.x, raw[i][c + 1] = two.y;
       }
     }
 #pragma unroll
@@ -247,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int c = 0; c < SLOTS; ++c) {
-      const int d = 32 * c + lane;
+      const int d = 32 * (c & ~1) + 2 * lane + (c & 1);
       if (d >= s.value_dims_pad) continue;
       const uint32_t four[4] = {static_cast<uint32_t>(q[0][c]), static_cast<uint32_t>(q[1][c]),
                                 static_cast<uint32_t>(q[2][c]), static_cast<uint32_t>(q[3][c])};
@@ -298,7 +329,7 @@ __global__ void reset_values_kernel(Prepared out, int64_t heads) {
 
 template <bool QUERY>
 void launch_row_planes(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
-  const unsigned grid = grid_of(s.heads * (QUERY ? s.rows_pad : s.keys_pad) / kWarps);
+  const unsigned grid = grid_of(s.heads * (QUERY ? s.rows_pad : s.keys_pad) / (kWarps * kWarpRows));
   if (s.dims_pad <= 128) {
     row_planes_kernel<QUERY, 4><<<grid, kThreads, 0, stream_of(ctx)>>>(problem, s, out);
   } else {

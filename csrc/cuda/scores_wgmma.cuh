@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   __shared__ __align__(8) uint64_t query_ready, ready[kStages], free_again[kStages];
   __shared__ WarpRows shared_rows[Tile::kRows / kBlockRows];
   __shared__ int small_max[Tile::kRows];  // row maxima over ordinary blocks
+  __shared__ int2 half_tiles[Tile::kRows / Tile::kGroupRows];  // key tiles that the 64 rows attend
   __shared__ int64_t given_max[GIVEN ? Tile::kRows : 1];
 
   const Shape& s = args.shape;
@@ -156,6 +157,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     BlockRows rows[1];
     load_rows<kBlockRows>(args, head, row_base + block * kBlockRows, lane, rows, &shared_rows[block]);
   }
+  if (threadIdx.x < halves) {
+    const KeyRange own = keys_of_rows<kKeys>(args, head, row_base + threadIdx.x * Tile::kGroupRows, Tile::kGroupRows,
+                                             keys.first, keys.last);
+    half_tiles[threadIdx.x] = make_int2((own.first - keys.first) / kKeys, (own.last - keys.first) / kKeys);
+  }
   for (int r = threadIdx.x; r < Tile::kRows; r += Tile::kThreads) {
     small_max[r] = kNone;
     if constexpr (GIVEN) given_max[r] = given_rowmax(args, head * s.rows_pad + row_base + r);
@@ -198,6 +204,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
       __syncwarp();
     };
     if (Tile::kInTurn) named_barrier_wait(1 + group, 2 * kWarpgroup);
+    const int2 attended = half_tiles[half];
+    if (t < attended.x || t >= attended.y) {  // at an edge of a mask: nobody reads the distances
+      after_issue();
+      barrier_arrive(&free_again[stage]);
+      continue;
+    }
     dot_tile<kPlanes, kWide, Tile::kSteps>(acc, o, look_at_block, after_issue);
     if (row_base + block_row * kBlockRows < s.rows) {  // padding rows have no block
       const int row = block_row * kBlockRows + lane / 4;
