@@ -566,8 +566,8 @@ CHEAP = {  # arguments, keywords, the dtype of autocast
 
 @pytest.mark.parametrize("case", CHEAP)
 def test_the_switch_costs_less_than_ten_microseconds(kernel, case):
-    """Of Python, beyond the op itself. A slower Python than the one of 11 us for 1000 empty rounds may take as much
-    longer."""
+    """Of Python, beyond the op itself. Where a look at a tensor takes longer than the 78 ns of an Intel Xeon with Python
+    3.11, all else may take as much longer."""
     cost, allowed = cost_of_the_switch(kernel, *CHEAP[case])
     assert cost < allowed, f"{cost * 1e6:.1f} us"
 
@@ -598,17 +598,17 @@ def cost_of_the_switch(kernel, arguments, how, autocast, before=None):
         before()
         replaced()
 
-    def empty_rounds():
+    def looks():
         for _ in range(100):
-            pass
+            X.dim()
 
-    ways = (alone, slowed if before else replaced, empty_rounds)
+    ways = (alone, slowed if before else replaced, looks)
     least = [INF] * len(ways)
     with torch.no_grad(), kernel.replace_sdpa(), torch.autocast("cpu", autocast, enabled=autocast is not None):
         for _ in range(10):
             for _ in range(400):
                 least = [min(t, timeit.timeit(way, number=10) / 10) for t, way in zip(least, ways)]
-            cost, allowed = least[1] - least[0], 10e-6 * max(1.0, least[2] / 1.1e-6)
+            cost, allowed = least[1] - least[0], 10e-6 * max(1.0, least[2] / 7.8e-6)
             if cost < allowed:
                 break
     return cost, allowed

@@ -432,13 +432,24 @@ def _no_modifier_gradient(x, name):
 
 def bias(x, Q, shape, name="attn_bias", of="Q"):
     """bool or a float dtype, broadcastable to `shape` [B, Hq, Sq, Skv]; returns it expanded."""
-    if isinstance(x, CausalBias):  # holds no values
-        raise TypeError(f"{name}: got torch's CausalBias, must be a torch.Tensor with values")
-    _tensor(x, name)
-    if x.dtype is not torch.bool and x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, allowed are bool, float32, bfloat16 and float16")
-    _same_device(x, Q.device, name, of)
-    _no_modifier_gradient(x, name)
+    # As plain(): sure of most masks, without the checks one by one.
+    if not (
+        type(x) is Tensor
+        and x.layout is _STRIDED
+        and not x.is_nested
+        and (x.dtype is torch.bool or x.dtype in INPUT_DTYPES)
+        and ((x.is_cpu and Q.is_cpu) or (_HAS_CUDA and x.is_cuda and x.device == Q.device))
+        and not x.requires_grad
+        and forward_ad._current_level < 0
+        and not _in_transform()
+    ):
+        if isinstance(x, CausalBias):  # holds no values
+            raise TypeError(f"{name}: got torch's CausalBias, must be a torch.Tensor with values")
+        _tensor(x, name)
+        if x.dtype is not torch.bool and x.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name}: got dtype {x.dtype}, allowed are bool, float32, bfloat16 and float16")
+        _same_device(x, Q.device, name, of)
+        _no_modifier_gradient(x, name)
     if x.shape == shape:
         return x
     given = x.shape
