@@ -126,8 +126,10 @@ bool is_uneven(const Mask& m) {
 
 ScoresArgs scores_args(const Problem& p, const Shape& s, const Prepared& prepared) {
   int slab = is_uneven(p.mask) ? kUnevenScoreSlab : kScoreSlab;
-  if (s.span < s.keys_pad)  // a window: rows attend about as many keys, so slabs are few, and equal
-    slab = static_cast<int>(round_up(ceil_div(s.span, ceil_div(s.span, kMostScoreSlab)), kKeyPad));
+  if (s.span < s.keys_pad)  // a window: rows attend about as many keys, so slabs are equal, a short window's is one
+    slab = static_cast<int>(s.span <= kMostScoreSlab
+                                ? s.span
+                                : round_up(ceil_div(s.span, ceil_div(s.span, kScoreSlab)), kKeyPad));
   return ScoresArgs{p, s, prepared, Distances{nullptr, nullptr, s.span / kBlockKeys}, 0, slab};
 }
 

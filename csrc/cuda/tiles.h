@@ -22,6 +22,7 @@ constexpr int kDimPad = 32;
 // ---- scores kernel ----
 constexpr int kScoreWarpTile = 32;  // 32 x 32 pairs a warp: 3 int32 accumulators a pair are 96 registers
 // Keys one CTA walks with its query planes resident; fewer where rows attend more or fewer keys, which then even out.
+// A tile whose rows attend up to kMostScoreSlab is not cut.
 constexpr int kScoreSlab = 1024, kUnevenScoreSlab = 512, kMostScoreSlab = 1536;
 
 // ---- sums kernel ----
