@@ -132,17 +132,7 @@ struct GradientSums {
         }
         terms_of<OF_QUERY>(x, exponent, shift, job.bits, t);
         uint8_t* to = terms + (row >> 3) * 256 + (word >> 2) * 128 + (row & 7) * 16 + (word & 3) * 4;
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          uint32_t words[4], planes[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) words[k] = static_cast<uint32_t>(t[m][k]);
-          byte_planes(words, planes);
-          if (SIGNED) any |= fourth[j][m] = split_sign(planes);
-#pragma unroll
-          for (int p = 0; p < kTermPlanes; ++p)
-            *reinterpret_cast<uint32_t*>(to + p * Tile::kTermPlaneBytes + 256 * m) = planes[p];
-        }
+        any |= store_terms<SIGNED>(t, to, Tile::kTermPlaneBytes, fourth[j]);
       }
       if constexpr (SIGNED) {
         // So far it says what the stage's last step left there.

@@ -151,17 +151,7 @@ struct GradientSums {
     uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kRows * 32 + (row_in_tile(0) >> 3) * 256 +
                         (word >> 2) * 128 + (row_in_tile(0) & 7) * 16 + (word & 3) * 4;  // of row i: 256 * i further
     uint32_t fourth[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t words[4], planes[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) words[k] = static_cast<uint32_t>(t[i][k]);
-      byte_planes(words, planes);
-      if (SIGNED) fourth[i] = split_sign(planes);
-#pragma unroll
-      for (int p = 0; p < kTermPlanes; ++p)
-        *reinterpret_cast<uint32_t*>(to + p * Tile::kTermPlaneBytes + 256 * i) = planes[p];
-    }
+    store_terms<SIGNED>(t, to, Tile::kTermPlaneBytes, fourth);
     if constexpr (SIGNED) {
       unsigned any = 0;
 #pragma unroll

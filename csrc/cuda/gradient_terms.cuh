@@ -156,4 +156,23 @@ __device__ __forceinline__ void terms_of(const float (&x)[4][4], const int (&exp
     }
 }
 
+// The thread's terms as byte planes `plane_bytes` apart: row i of the sums lies 256 * i behind `to`. Returns nonzero if
+// the fourth plane, whose words are left to the caller, holds anything.
+template <bool SIGNED>
+__device__ __forceinline__ uint32_t store_terms(const int32_t (&t)[4][4], uint8_t* to, int plane_bytes,
+                                                uint32_t (&fourth)[4]) {
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t words[4], planes[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) words[k] = static_cast<uint32_t>(t[i][k]);
+    byte_planes(words, planes);
+    if (SIGNED) any |= fourth[i] = split_sign(planes);
+#pragma unroll
+    for (int p = 0; p < kTermPlanes; ++p) *reinterpret_cast<uint32_t*>(to + p * plane_bytes + 256 * i) = planes[p];
+  }
+  return any;
+}
+
 }  // namespace det_attn::cuda
