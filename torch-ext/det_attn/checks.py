@@ -123,7 +123,6 @@ def plain(Q, K, V):
         type(Q) in _PLAIN
         and type(K) in _PLAIN
         and type(V) in _PLAIN
-        and Q.dim() == K.dim() == V.dim() == 4
         and Q.layout is K.layout is V.layout is _STRIDED
         and not (Q.is_nested or K.is_nested or V.is_nested)
         and Q.dtype is K.dtype is V.dtype
@@ -133,7 +132,7 @@ def plain(Q, K, V):
     ):
         return None
     q_shape, k_shape = Q.shape, K.shape
-    if V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
+    if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
         return None
     (batch, q_heads, _, head_dim), (k_batch, kv_heads, kv_len, k_dim) = q_shape, k_shape
     if (
@@ -142,9 +141,7 @@ def plain(Q, K, V):
         and 1 <= head_dim <= MAX_HEAD_DIM
         and (q_heads == kv_heads or (kv_heads > 0 and q_heads % kv_heads == 0))
         and kv_len <= MAX_KEYS
-        and is_dense(Q)
-        and is_dense(K)
-        and is_dense(V)
+        and Q.stride()[3] == K.stride()[3] == V.stride()[3] == 1
     ):
         return q_shape, k_shape
     return None
@@ -328,6 +325,7 @@ class Modifiers(NamedTuple):
 
 
 NO_MODIFIERS = Modifiers()
+NO_OTHERS = NO_MODIFIERS[1:]  # beside a bias
 EVERYWHERE = (-1, -1)
 
 

@@ -110,13 +110,14 @@ def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision
     checks.precision_name(precision)
     bias = attn_mask
     if bias is not None:
-        bias = checks.bias(bias, query, (*q_shape[:3], k_shape[2]), "attn_mask", "query")
+        batch, heads, length, _ = q_shape
+        bias = checks.bias(bias, query, (batch, heads, length, k_shape[2]), "attn_mask", "query")
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = checks.dropout_probability(dropout_p)
     if dropout_p > 0.0:  # a call that is refused draws nothing
         modifiers = checks.Modifiers(bias, dropout_p=dropout_p, dropout_seed=draw_seed())
     else:
-        modifiers = checks.NO_MODIFIERS if bias is None else checks.Modifiers(bias)
+        modifiers = checks.NO_MODIFIERS if bias is None else (bias, *checks.NO_OTHERS)
     call = (is_causal, scale, precision, 0, 0, k_shape[2])  # from the top left: query i's own place is key i
     return fused(query, key, value, call, modifiers, query.dtype, "auto")[0]
 
