@@ -140,7 +140,7 @@ def compare(name, attention, splits, data, args):
         print(f"  {label:24} loss {losses[0]:.4f} -> {losses[-1]:.9f}   weights {digest[:16]}…   "
               f"{time.perf_counter() - start:.0f} s", flush=True)
     distinct = len({digest for _, _, digest in runs})
-    print(f"  {len(runs)} runs, {distinct} different model{'s' if distinct > 1 else ''}\n")
+    print(f"  {len(runs)} runs, {distinct} model{'s' if distinct > 1 else ''}\n")
     return runs, distinct
 
 
@@ -153,15 +153,15 @@ def plot(path, online, ours):
     figure, (loss, away) = plt.subplots(1, 2, figsize=(12, 4.2), dpi=150, sharex=True)
     loss.set(title="Training loss", xlabel="step")
     away.set(title="How far the loss is from the first run's", xlabel="step", yscale="log", ylim=(5e-8, 1))
-    red, green, quiet = "#c8324b", "#0b7f6b", {"linewidth": 0.8, "alpha": 0.7}
-    for runs, colour, name in ((online, red, "float32 online softmax"), (ours, green, "det-attn")):
+    reds, green, quiet = ("#c8324b", "#e0913c", "#7a2a6f"), "#0b7f6b", {"linewidth": 0.8, "alpha": 0.7}
+    for runs, colour, style, name in ((online, reds[0], "-", "float32 online softmax"), (ours, green, "--", "det-attn")):
         for i, (_, losses, _) in enumerate(runs):
-            loss.plot(losses, color=colour, label=name if i == 0 else None, **quiet)
+            loss.plot(losses, style, color=colour, label=name if i == 0 else None, **quiet)
     first = torch.tensor(online[0][1], dtype=torch.float64)
-    for label, losses, _ in online[1:]:
+    for colour, (label, losses, _) in zip(reds, online[1:]):
         distance = (torch.tensor(losses, dtype=torch.float64) - first).abs()
         if distance.any():  # the repeated run has nothing to draw on this axis
-            away.plot(distance.masked_fill(distance == 0, torch.nan), ".-", color=red, markersize=2,
+            away.plot(distance.masked_fill(distance == 0, torch.nan), ".-", color=colour, markersize=2,
                       label=f"online softmax, {label}", **quiet)
     if all(losses == ours[0][1] for _, losses, _ in ours):
         away.axhline(5e-8, color=green, linewidth=5, label="det-attn: exactly 0 in every run")
