@@ -1,5 +1,5 @@
-// What the CUDA files share: launch checks and sizes, workspace, and the quantised rows of the reference kernels. No
-// contract rule lives here.
+// What the CUDA files share: launch checks and sizes, workspace, hints to the compiler, and the quantised rows of the
+// reference kernels. No contract rule lives here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -67,6 +67,15 @@ template <typename Kernel>
 void allow_shared(Kernel kernel, int bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
 }
+
+// x, which the compiler does not know to be what it was before: what is found from it is found anew wherever it is
+// needed, instead of being kept in registers, which are scarce.
+__device__ __forceinline__ uint32_t anew(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+// x, which all lanes have, so that the compiler knows it and finds what follows from it once a warp.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kFullWarp, x, 0); }
 
 constexpr int32_t kZeroRow = INT32_MAX;  // the exponent of a value row that adds nothing to NUM
 

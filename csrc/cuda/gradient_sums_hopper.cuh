@@ -8,15 +8,14 @@
 namespace det_attn::cuda {
 
 template <int V_PLANES, int DIMS>
-struct GradientHopperTile {
-  static constexpr int kFactorPlanes = V_PLANES, kDims = DIMS, kPositions = kTermPlanes + V_PLANES - 1;
+struct GradientHopperTile : GradientStep<V_PLANES, DIMS, kPairStep> {
+  using Step = GradientStep<V_PLANES, DIMS, kPairStep>;
   // A warpgroup multiplies the terms of all rows with half of the dims.
-  static constexpr int kRows = 64, kStep = kPairStep, kBlocksK = kStep / kPairBlock;
   static constexpr int kGroupDims = DIMS / 2, kBlocks = kGroupDims / 8;
   static constexpr int kMultiplyThreads = 2 * kWarpgroup, kFormingThreads = kWarpgroup, kBringingThreads = kWarpgroup;
   static constexpr int kThreads = kMultiplyThreads + kFormingThreads + kBringingThreads;
   static constexpr int kFormingWarps = kFormingThreads / kWarpSize, kMultiplyWarps = kMultiplyThreads / kWarpSize;
-  static_assert(kRows == kPairStep && kFormingWarps == 4, "a step is four blocks of pairs, one a forming warp");
+  static_assert(Step::kStep == kPairStep && kFormingWarps == 4, "a step is a square of pairs, a block a forming warp");
   // Of 128 a thread at the launch. The accumulators are 160 or 128, half of that for narrow heads.
   static constexpr int kRegisters = 65536 / kThreads;
   static constexpr int kMultiplyRegisters = DIMS <= 64 ? 128 : (V_PLANES == 3 ? 192 : 168);
@@ -25,13 +24,11 @@ struct GradientHopperTile {
 
   static constexpr int kStages = 4;                      // of terms and factors
   static constexpr int kInputs = V_PLANES == 3 ? 2 : 4;  // of pairs and exponents
-  static constexpr int kTermPlaneBytes = kRows * kStep, kTermBytes = (kTermPlanes + 1) * kTermPlaneBytes;
-  static constexpr int kFactorBlockBytes = DIMS * kPairBlock, kFactorPlaneBytes = kBlocksK * kFactorBlockBytes;
-  static constexpr int kStageBytes = kTermBytes + V_PLANES * kFactorPlaneBytes;
+  static constexpr int kStageBytes = Step::kTermBytes + Step::kFactorBytes;
   static constexpr int kPairBytes = kPairBlock * kPairBlock * 4, kPairsBytes = 4 * kPairBytes;
-  static constexpr int kInputBytes = kPairsBytes + kStep * 4;
+  static constexpr int kInputBytes = kPairsBytes + Step::kStep * 4;
   static constexpr int kSharedBytes = kStages * kStageBytes + kInputs * kInputBytes;
-  static constexpr int kMostSteps = static_cast<int>(kMostInnerRows / kStep);
+  static constexpr int kMostSteps = static_cast<int>(kMostInnerRows / Step::kStep);
 };
 
 namespace gradient_sums_hopper {
@@ -89,7 +86,7 @@ struct GradientSums {
       const uint32_t to = shared_address(shared) + place.stage() * Tile::kStageBytes + Tile::kTermBytes;
       uint64_t* full = &rings.full[place.stage()];
       barrier_wait(&rings.empty[place.stage()], place.parity() ^ 1);
-      barrier_expect(full, V * Tile::kFactorPlaneBytes);
+      barrier_expect(full, Tile::kFactorBytes);
 #pragma unroll
       for (int v = 0; v < V; ++v)
 #pragma unroll
@@ -112,14 +109,14 @@ struct GradientSums {
       const float4* pairs = reinterpret_cast<const float4*>(
           input + (OF_QUERY ? block_m * 2 + block_k : block_k * 2 + block_m) * Tile::kPairBytes) + lane;
       const int* exponents = reinterpret_cast<const int*>(input + Tile::kPairsBytes) + block_k * kPairBlock;
-      uint8_t* terms = shared + place.stage() * Tile::kStageBytes + block_k * Tile::kRows * 32;
+      uint8_t* terms = shared + place.stage() * Tile::kStageBytes + block_k * Tile::kTermBlockBytes;
       barrier_wait(&rings.input_full[used.stage()], used.parity());
       barrier_wait(&rings.empty[place.stage()], place.parity() ^ 1);
+      uint8_t* to[2];  // the lane's words of either parity
       uint32_t fourth[2][4], any = 0;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int row = block_m * kPairBlock + (OF_QUERY ? lane / 4 : 2 * (lane % 4) + j);
-        const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4;  // and the lane's first inner row
+        const LaneTerms<OF_QUERY> own(lane, j);
         float x[4][4];
         int exponent[4], shift[4];
         int32_t t[4][4];
@@ -127,12 +124,12 @@ struct GradientSums {
         for (int m = 0; m < 4; ++m) {
           const float4 four = pairs[(4 * j + m) * kWarpSize];
           x[m][0] = four.x, x[m][1] = four.y, x[m][2] = four.z, x[m][3] = four.w;
-          exponent[m] = exponents[word + 8 * m];
-          shift[m] = rings.shifts[row + 8 * m];
+          exponent[m] = exponents[own.inner + 8 * m];
+          shift[m] = rings.shifts[block_m * kPairBlock + own.row + 8 * m];
         }
         terms_of<OF_QUERY>(x, exponent, shift, job.bits, t);
-        uint8_t* to = terms + (row >> 3) * 256 + (word >> 2) * 128 + (row & 7) * 16 + (word & 3) * 4;
-        any |= store_terms<SIGNED>(t, to, Tile::kTermPlaneBytes, fourth[j]);
+        to[j] = terms + own.offset(block_m * kPairBlock);
+        any |= store_terms<SIGNED>(t, to[j], Tile::kTermPlaneBytes, fourth[j]);
       }
       if constexpr (SIGNED) {
         // So far it says what the stage's last step left there.
@@ -140,14 +137,10 @@ struct GradientSums {
         const bool some = __any_sync(kFullWarp, any != 0);
         if (some || holds) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int row = block_m * kPairBlock + (OF_QUERY ? lane / 4 : 2 * (lane % 4) + j);
-            const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4;
-            uint8_t* to = terms + kTermPlanes * Tile::kTermPlaneBytes + (row >> 3) * 256 + (word >> 2) * 128 +
-                          (row & 7) * 16 + (word & 3) * 4;
+          for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int m = 0; m < 4; ++m) *reinterpret_cast<uint32_t*>(to + 256 * m) = fourth[j][m];
-          }
+            for (int m = 0; m < 4; ++m)
+              *reinterpret_cast<uint32_t*>(to[j] + kTermPlanes * Tile::kTermPlaneBytes + 256 * m) = fourth[j][m];
         }
         __syncwarp();
         if (lane == 0) holds = some;
@@ -176,7 +169,7 @@ struct GradientSums {
 
   __device__ __forceinline__ void multiply() const {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroup / kWarpSize;
-    const int group = __shfl_sync(kFullWarp, threadIdx.x / kWarpgroup, 0);
+    const int group = uniform(threadIdx.x / kWarpgroup);
     constexpr int kEightRows = 8 * kPairBlock;
     int32_t sums[Tile::kPositions][Tile::kBlocks][4];
 #pragma unroll
@@ -191,7 +184,7 @@ struct GradientSums {
       const uint32_t stage = shared_address(shared) + place.stage() * Tile::kStageBytes;
       const uint64_t a = operand(stage, kEightRows),
                      b = operand(stage + Tile::kTermBytes + group * Tile::kGroupDims * kPairBlock, kEightRows);
-      constexpr uint64_t kBlockA = Tile::kRows * kPairBlock >> 4, kBlockB = Tile::kFactorBlockBytes >> 4;
+      constexpr uint64_t kBlockA = Tile::kTermBlockBytes >> 4, kBlockB = Tile::kFactorBlockBytes >> 4;
       barrier_wait(&rings.full[place.stage()], place.parity());
       wgmma_fence();
 #pragma unroll
@@ -216,23 +209,13 @@ struct GradientSums {
       __syncwarp();
       if (lane == 0) barrier_arrive(&rings.empty[place.stage()]);
     }
-    // To local memory, and taken in a real loop: unrolled, all their addresses would not find registers.
-    const int64_t real = OF_QUERY ? args.shape.rows : args.shape.keys;
-    int32_t copy[Tile::kBlocks * 4][Tile::kPositions];
-#pragma unroll
-    for (int e = 0; e < Tile::kBlocks * 4; ++e)
-#pragma unroll
-      for (int p = 0; p < Tile::kPositions; ++p) copy[e][p] = sums[p][e / 4][e % 4];
-#pragma unroll 1
-    for (int e = 0; e < Tile::kBlocks * 4; ++e) {
-      const int64_t row = work.row + warp * 16 + (e >> 1 & 1) * 8 + lane / 4;
+    const auto digit = [&](int e, int p) { return sums[p][e / 4][e % 4]; };
+    const auto place_of = [&](int e) {
+      const int row = work.row + warp * 16 + (e >> 1 & 1) * 8 + lane / 4;
       const int dim = work.dim_block * Tile::kDims + group * Tile::kGroupDims + e / 4 * 8 + (lane % 4) * 2 + (e & 1);
-      int64_t sum = 0;
-#pragma unroll
-      for (int p = Tile::kPositions - 1; p >= 0; --p) sum = (sum << 8) + copy[e][p];
-      if (row < real && dim < args.shape.dims)
-        add_to_sum(job.at(work.head, row, args.shape.dims, dim), job.digit_stride, sum);
-    }
+      return make_int2(row, dim);
+    };
+    add_sums<Tile, OF_QUERY, Tile::kBlocks * 4>(args, job, work, digit, place_of);
   }
 };
 

@@ -8,26 +8,20 @@
 
 namespace det_attn::cuda {
 
-// FETCHES steps of pairs are on their way from memory at a time: two where shared memory has room for them.
+// The warps' 32 x 32 sums cover the tile's rows and dims; a warp rounds half a block of pairs. FETCHES steps of pairs
+// are on their way from memory at a time: two where shared memory has room for them.
+constexpr int kGradientWarps = 8;
 template <int V_PLANES, int DIMS, int FETCHES>
-struct GradientTile {
-  static constexpr int kFactorPlanes = V_PLANES, kDims = DIMS;
-  static constexpr int kPositions = kTermPlanes + V_PLANES - 1;
-  static constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;
-  static constexpr int kWarpsD = DIMS / 32, kWarpsM = kWarps / kWarpsD;
-  static constexpr int kRows = kWarpsM * 32;
-  static constexpr int kStep = 4 * kPairBlock * kPairBlock / kRows;  // four blocks of pairs, half a block a warp
-  static constexpr int kBlocksK = kStep / kPairBlock;
-  static constexpr int kTermPlaneBytes = kRows * kStep;
-  static constexpr int kTermBytes = (kTermPlanes + 1) * kTermPlaneBytes;
-  static constexpr int kFactorBlockBytes = DIMS * kPairBlock;
-  static constexpr int kFactorPlaneBytes = kBlocksK * kFactorBlockBytes;
-  static constexpr int kFactorBytes = V_PLANES * kFactorPlaneBytes;
-  static constexpr int kFetchBytes = kRows * kStep * 4;
+struct GradientTile : GradientStep<V_PLANES, DIMS, kGradientWarps * 32 * 32 / DIMS> {
+  using Step = GradientStep<V_PLANES, DIMS, kGradientWarps * 32 * 32 / DIMS>;
+  static constexpr int kWarps = kGradientWarps, kThreads = kWarps * kWarpSize;
+  static constexpr int kWarpsM = Step::kRows / 32;
+  static constexpr int kFetchBytes = Step::kRows * Step::kStep * 4;
   static constexpr int kFetches = FETCHES, kExponents = 2 * FETCHES;  // a slow warp may still read the step before
-  static constexpr int kFetchAt = 2 * (kTermBytes + kFactorBytes), kExponentsAt = kFetchAt + FETCHES * kFetchBytes;
-  static constexpr int kShiftsAt = kExponentsAt + kExponents * kStep * 4;
-  static constexpr int kMostSteps = 256, kStepsAt = kShiftsAt + kRows * 4;
+  static constexpr int kFetchAt = 2 * (Step::kTermBytes + Step::kFactorBytes);
+  static constexpr int kExponentsAt = kFetchAt + FETCHES * kFetchBytes;
+  static constexpr int kShiftsAt = kExponentsAt + kExponents * Step::kStep * 4;
+  static constexpr int kMostSteps = 256, kStepsAt = kShiftsAt + Step::kRows * 4;
   static constexpr int kMissingAt = kStepsAt + kMostSteps * 4;
   static constexpr int kSharedBytes = kMissingAt + 2 * kWarps;
 };
@@ -53,10 +47,6 @@ struct GradientSums {
 
   // Shared memory beside the stages: shift_of_row() of the tile's rows.
   __device__ __forceinline__ int* shifts() const { return reinterpret_cast<int*>(shared + Tile::kShiftsAt); }
-
-  __device__ __forceinline__ int row_in_tile(int i) const {  // of the sums' rows
-    return block_m * 32 + 8 * i + (OF_QUERY ? lane / 4 : 2 * (lane % 4) + j);
-  }
 
   __device__ __forceinline__ GradientSums(const GradientSumsArgs& args, const SumJob& job, const GradientWork& work,
                                           uint8_t* shared)
@@ -132,9 +122,9 @@ struct GradientSums {
     const int stage = step & 1;
     const float4* fetched = reinterpret_cast<const float4*>(shared + Tile::kFetchAt +
                                                             step % Tile::kFetches * Tile::kFetchBytes) + threadIdx.x;
+    const LaneTerms<OF_QUERY> own(lane, j);
     const int* exponents = reinterpret_cast<const int*>(shared + Tile::kExponentsAt) +
-                           step % Tile::kExponents * Tile::kStep + block_k * 32 +
-                           (OF_QUERY ? 2 * (lane % 4) + j : lane / 4);
+                           step % Tile::kExponents * Tile::kStep + block_k * 32 + own.inner;
     float x[4][4];  // [row / 8][key / 8]
     int exponent[4], shift[4];
     int32_t t[4][4];
@@ -143,13 +133,11 @@ struct GradientSums {
       const float4 four = fetched[i * Tile::kThreads];
       x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
       exponent[i] = exponents[8 * i];
-      shift[i] = shifts()[row_in_tile(i)];
+      shift[i] = shifts()[block_m * 32 + own.row + 8 * i];
     }
     terms_of<OF_QUERY>(x, exponent, shift, job.bits, t);
 
-    const int word = OF_QUERY ? 2 * (lane % 4) + j : lane / 4;
-    uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kRows * 32 + (row_in_tile(0) >> 3) * 256 +
-                        (word >> 2) * 128 + (row_in_tile(0) & 7) * 16 + (word & 3) * 4;  // of row i: 256 * i further
+    uint8_t* const to = shared + stage * Tile::kTermBytes + block_k * Tile::kTermBlockBytes + own.offset(block_m * 32);
     uint32_t fourth[4];
     store_terms<SIGNED>(t, to, Tile::kTermPlaneBytes, fourth);
     if constexpr (SIGNED) {
@@ -231,7 +219,7 @@ struct GradientSums {
       const auto load_a = [&](int plane) {
 #pragma unroll
         for (int m = 0; m < 2; ++m)
-          load_matrices(a[m], a_lane + plane * Tile::kTermPlaneBytes + k * Tile::kRows * 32 + m * 512);
+          load_matrices(a[m], a_lane + plane * Tile::kTermPlaneBytes + k * Tile::kTermBlockBytes + m * 512);
       };
       load_a(0);
       multiply_plane<false>(0, a, b);
@@ -243,7 +231,7 @@ struct GradientSums {
         // Two warps rounded the block, and each knows of its half.
         const unsigned two = *reinterpret_cast<const uint16_t*>(missing() + stage * Tile::kWarps +
                                                                 (warp_m * Tile::kBlocksK + k) * 2);
-        const uint32_t fourth = a_lane + kTermPlanes * Tile::kTermPlaneBytes + k * Tile::kRows * 32;
+        const uint32_t fourth = a_lane + kTermPlanes * Tile::kTermPlaneBytes + k * Tile::kTermBlockBytes;
         if (two & 0x0101u) multiply_fourth<0>(fourth, a, b);
         if (two & 0x0202u) multiply_fourth<1>(fourth, a, b);
       }
@@ -278,29 +266,14 @@ struct GradientSums {
         }
       }
     }
-    add_sums();
-  }
-
-  // The thread's sums go to local memory first and are taken in a real loop: unrolled, addresses and parts of them all
-  // would not find registers.
-  __device__ __forceinline__ void add_sums() const {
     const int warp_m = warp % Tile::kWarpsM, warp_d = warp / Tile::kWarpsM;
-    const int64_t real = OF_QUERY ? args.shape.rows : args.shape.keys;
-    int32_t copy[32][Tile::kPositions];
-#pragma unroll
-    for (int e = 0; e < 32; ++e)
-#pragma unroll
-      for (int p = 0; p < Tile::kPositions; ++p) copy[e][p] = acc[p][e / 16][e / 4 % 4][e % 4];
-#pragma unroll 1
-    for (int e = 0; e < 32; ++e) {
-      const int64_t row = work.row + warp_m * 32 + e / 16 * 16 + (e >> 1 & 1) * 8 + lane / 4;
+    const auto digit = [&](int e, int p) { return acc[p][e / 16][e / 4 % 4][e % 4]; };
+    const auto place_of = [&](int e) {
+      const int row = work.row + warp_m * 32 + e / 16 * 16 + (e >> 1 & 1) * 8 + lane / 4;
       const int dim = work.dim_block * Tile::kDims + warp_d * 32 + e / 4 % 4 * 8 + (lane % 4) * 2 + (e & 1);
-      int64_t sum = 0;
-#pragma unroll
-      for (int p = Tile::kPositions - 1; p >= 0; --p) sum = (sum << 8) + copy[e][p];
-      if (row < real && dim < args.shape.dims)
-        add_to_sum(job.at(work.head, row, args.shape.dims, dim), job.digit_stride, sum);
-    }
+      return make_int2(row, dim);
+    };
+    add_sums<Tile, OF_QUERY, 32>(args, job, work, digit, place_of);
   }
 };
 

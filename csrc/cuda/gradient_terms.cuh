@@ -1,5 +1,5 @@
-// Gradient sums, the part every tensor-core path shares: which part of the sums a CTA has, and the rounding of p and ds
-// to terms (docs/contract.md section 8).
+// Gradient sums, the part every tensor-core path shares: which part of the sums a CTA has, the rounding of p and ds to
+// terms, and what becomes of the accumulators (docs/contract.md section 8).
 #pragma once
 
 #include "common.cuh"
@@ -90,6 +90,32 @@ __device__ __forceinline__ int list_steps(const GradientSumsArgs& args, const Gr
 constexpr int kTermPlanes = 3;
 static_assert(kLargestTerm < 1 << 24, "terms must fit three bytes, and a sign");
 
+// What a step multiplies, in shared memory: planes of terms, kRows x kStep, and of the factor, kStep x kDims, both in
+// blocks of kPairBlock inner rows, as plane_offset() lays out rows of such blocks. A step is four blocks of pairs.
+template <int V_PLANES, int DIMS, int ROWS>
+struct GradientStep {
+  static constexpr int kFactorPlanes = V_PLANES, kDims = DIMS, kPositions = kTermPlanes + V_PLANES - 1;
+  static constexpr int kRows = ROWS, kStep = 4 * kPairBlock * kPairBlock / ROWS, kBlocksK = kStep / kPairBlock;
+  static constexpr int kTermBlockBytes = kRows * kPairBlock, kTermPlaneBytes = kBlocksK * kTermBlockBytes;
+  static constexpr int kTermBytes = (kTermPlanes + 1) * kTermPlaneBytes;
+  static constexpr int kFactorBlockBytes = kDims * kPairBlock, kFactorPlaneBytes = kBlocksK * kFactorBlockBytes;
+  static constexpr int kFactorBytes = kFactorPlanes * kFactorPlaneBytes;
+};
+
+// The 4 x 4 pairs that a lane has of parity j of a block, see Pairs: rows `row + 8 * i` of the sums by inner rows
+// `inner + 8 * k`. As terms, those of one row are one word; see sum_slot().
+template <bool OF_QUERY>
+struct LaneTerms {
+  int row, inner;
+
+  __device__ __forceinline__ LaneTerms(int lane, int j)
+      : row(OF_QUERY ? lane / 4 : 2 * (lane % 4) + j), inner(OF_QUERY ? 2 * (lane % 4) + j : lane / 4) {}
+  // Where the first row's word lies in a block of a plane, the pairs' block beginning at its row `block_row`.
+  __device__ __forceinline__ int offset(int block_row) const {
+    return static_cast<int>(plane_offset(block_row + row, 4 * inner, kPairBlock));
+  }
+};
+
 // Four terms as planes, all four bytes of each: the top plane as above. Returns what the fourth plane holds.
 __device__ __forceinline__ uint32_t split_sign(uint32_t (&planes)[4]) {
   const uint32_t missing = (planes[2] ^ planes[3]) & 0x80808080u;
@@ -173,6 +199,33 @@ __device__ __forceinline__ uint32_t store_terms(const int32_t (&t)[4][4], uint8_
     for (int p = 0; p < kTermPlanes; ++p) *reinterpret_cast<uint32_t*>(to + p * plane_bytes + 256 * i) = planes[p];
   }
   return any;
+}
+
+// ---- sums ----
+
+// Adds a thread's COUNT sums to the job's. `digit(e, p)` is digit position p of sum e, `place_of(e)` its row of the
+// head and its dim. The digits go to local memory first and are taken in a real loop: unrolled, addresses and parts of
+// all sums would not find registers.
+template <class Tile, bool OF_QUERY, int COUNT, class Digit, class PlaceOf>
+__device__ __forceinline__ void add_sums(const GradientSumsArgs& args, const SumJob& job, const GradientWork& work,
+                                         Digit digit, PlaceOf place_of) {
+  const int64_t real = OF_QUERY ? args.shape.rows : args.shape.keys;
+  int32_t copy[COUNT][Tile::kPositions];
+#pragma unroll
+  for (int e = 0; e < COUNT; ++e)
+#pragma unroll
+    for (int p = 0; p < Tile::kPositions; ++p) copy[e][p] = digit(e, p);
+#pragma unroll 1
+  for (int e = 0; e < COUNT; ++e) {
+    const int2 at = place_of(e);
+    const int64_t row = at.x;
+    const int dim = at.y;
+    int64_t sum = 0;
+#pragma unroll
+    for (int p = Tile::kPositions - 1; p >= 0; --p) sum = (sum << 8) + copy[e][p];
+    if (row < real && dim < args.shape.dims)
+      add_to_sum(job.at(work.head, row, args.shape.dims, dim), job.digit_stride, sum);
+  }
 }
 
 }  // namespace det_attn::cuda

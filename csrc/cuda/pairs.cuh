@@ -18,8 +18,8 @@ struct WarpPairs {
   int row, key;          // the first
   const RowState* rows;  // the 16 rows'
   const int2* keys;      // exponents of the rows of K, .x, and of V, .y, of the 32 keys
-  float4* waiting;       // the lane's memory, for what waits for the second product: see below
-  int stride;            // of it
+  float4* waiting = nullptr;  // the lane's memory, for what waits for the second product: see below
+  int stride = 0;             // of it
 
   // A lane's columns are 8 * n + 2 * (lane % 4) + j, n < 4, j < 2; its rows lane / 4 + 8 * h, h < 2.
   __device__ __forceinline__ int2 column(int n, int j) const { return keys[n * 8 + lane % 4 * 2 + j]; }

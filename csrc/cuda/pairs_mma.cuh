@@ -40,12 +40,6 @@ struct PairsShared {
   int row_maxima[Tile::kThreads][2];  // of each thread's two rows
 };
 
-// x, which the compiler does not know to be what it was before: what is found from it is found anew wherever it is
-// needed, instead of being kept in registers, which are scarce.
-__device__ __forceinline__ uint32_t anew(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 __device__ __forceinline__ int own_thread() { return static_cast<int>(anew(threadIdx.x)); }
 
 // A contiguous part of each plane, `bytes` long, into shared memory by the whole CTA; the planes lie `apart`.

@@ -85,9 +85,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) pairs_wgmma_kernel(const __
                      work.row + first,
                      work.begin + t * kKeys + b * kPairBlock,
                      rows + first,
-                     key_exponents[t % kStages] + b * kPairBlock,
-                     nullptr,
-                     0};
+                     key_exponents[t % kStages] + b * kPairBlock};
   };
   const PairWarp warp_rows = pair_warp(place(0, 0));
   int row_max[2] = {0, 0};

@@ -30,9 +30,6 @@ struct Operands {
   uint64_t a, b, a_plane, b_plane;
 };
 
-// x, which all lanes have, so that the compiler knows it and computes descriptors from it once a warp.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kFullWarp, x, 0); }
-
 // c += a plane times a plane, or c = it if FIRST.
 template <int STEPS, bool A_SIGNED, bool B_SIGNED, bool FIRST = false>
 __device__ __forceinline__ void plane_product(int32_t (&c)[8][4], const Operands& o, int a_plane, int b_plane) {

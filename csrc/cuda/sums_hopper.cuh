@@ -63,9 +63,7 @@ constexpr int kDone = -1;
 template <class Tile>
 struct Barriers {
   uint32_t at;
-  __device__ __forceinline__ explicit Barriers(Rings<Tile>& rings) : at(shared_address(&rings)) {
-    asm volatile("" : "+r"(at));
-  }
+  __device__ __forceinline__ explicit Barriers(Rings<Tile>& rings) : at(anew(shared_address(&rings))) {}
   __device__ __forceinline__ uint32_t full(unsigned i) const { return at + i * 8; }
   __device__ __forceinline__ uint32_t empty(unsigned i) const { return full(Tile::kStages + i); }
   __device__ __forceinline__ uint32_t input_full(unsigned i) const { return full(2 * Tile::kStages + i); }
@@ -81,7 +79,7 @@ __device__ __forceinline__ int announced(const int& piece, unsigned lane) {
 // A piece of work. What is needed only once is found anew instead of kept in registers.
 template <class Tile>
 __device__ __forceinline__ SumsWork<Tile> work_of(const SumsArgs& args, int piece) {
-  asm volatile("" : "+r"(piece));  // or the compiler keeps the first result after all
+  piece = static_cast<int>(anew(piece));  // or the compiler keeps the first result after all
   const int pieces = SumsWork<Tile>::pieces(args);
   return SumsWork<Tile>(args, piece % pieces, piece / pieces);
 }
