@@ -9,160 +9,176 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 
-// ---- one row in a warp: SLOTS elements a lane, SLOTS * 32 at most ----
+// ---- runs of neighbouring elements ----
 
-// A lane's `SLOTS` elements as float32, exact for every input dtype; elements beyond head_dim are 0. Query and key
-// rows: slot c holds element 128 * (c / 4) + 4 * lane + c % 4, so that four neighbours are one load where they are
-// aligned.
-template <int SLOTS>
-__device__ __forceinline__ void load_row(const View& x, int64_t offset, int dims, bool vector, int lane,
-                                         float (&row)[SLOTS]) {
+// Whether loads of 16 bytes fetch every row whole and nothing else.
+__device__ __forceinline__ bool is_vector_view(const View& x, int dims) {
+  const int count = 16 / element_size(x.dtype);
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && dims % count == 0 && x.stride_batch % count == 0 &&
+         x.stride_head % count == 0 && x.stride_row % count == 0;
+}
+
+// Runs of 16-bit elements, two in a word.
+template <int RUNS, int N, class Convert>
+__device__ __forceinline__ void widen(const uint4 (&raw)[RUNS][N / 8], float (&out)[RUNS][N], Convert to_float) {
 #pragma unroll
-  for (int part = 0; part < SLOTS / 4; ++part) {
-    const int d = 128 * part + 4 * lane;
-    float* r = row + 4 * part;
-    r[0] = r[1] = r[2] = r[3] = 0.0f;
-    if (d >= dims) continue;
-    if (vector && d + 4 <= dims) {
-      if (x.dtype == DType::kFloat32) {
-        const float4 v = *reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + offset + d);
-        r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
-      } else {
-        const ushort4 v = *reinterpret_cast<const ushort4*>(static_cast<const uint16_t*>(x.data) + offset + d);
-        const bool bf16 = x.dtype == DType::kBFloat16;
-        r[0] = bf16 ? bfloat16_to_float(v.x) : float16_to_float(v.x);
-        r[1] = bf16 ? bfloat16_to_float(v.y) : float16_to_float(v.y);
-        r[2] = bf16 ? bfloat16_to_float(v.z) : float16_to_float(v.z);
-        r[3] = bf16 ? bfloat16_to_float(v.w) : float16_to_float(v.w);
-      }
-    } else {
-      for (int c = 0; c < 4 && d + c < dims; ++c) r[c] = load_element(x.data, offset + d + c, x.dtype);
+  for (int r = 0; r < RUNS; ++r) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const uint4& eight = raw[r][i / 8];
+      const uint32_t two = i % 8 == 0 ? eight.x : i % 8 == 2 ? eight.y : i % 8 == 4 ? eight.z : eight.w;
+      out[r][i] = to_float(static_cast<uint16_t>(two));
+      out[r][i + 1] = to_float(static_cast<uint16_t>(two >> 16));
     }
   }
 }
 
-// Whether every row begins at a multiple of `count` elements, 2 or 4.
-__device__ __forceinline__ bool is_aligned_view(const View& x, int count) {
-  const int64_t align = count * element_size(x.dtype);
-  return reinterpret_cast<uintptr_t>(x.data) % align == 0 && x.stride_batch % count == 0 &&
-         x.stride_head % count == 0 && x.stride_row % count == 0;
+// The first count[r] elements of each run as float32, exact for every input dtype; the others are 0. All loads are on
+// their way before the first is used.
+template <int RUNS, int N>
+__device__ __forceinline__ void load_runs(const View& x, bool vector, const int64_t (&at)[RUNS],
+                                          const int (&count)[RUNS], float (&out)[RUNS][N]) {
+  if (vector && x.dtype == DType::kFloat32) {
+#pragma unroll
+    for (int r = 0; r < RUNS; ++r) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) {
+        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < count[r]) four = *reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at[r] + i);
+        out[r][i] = four.x, out[r][i + 1] = four.y, out[r][i + 2] = four.z, out[r][i + 3] = four.w;
+      }
+    }
+  } else if (vector) {
+    uint4 raw[RUNS][N / 8];
+#pragma unroll
+    for (int r = 0; r < RUNS; ++r) {
+#pragma unroll
+      for (int i = 0; i < N; i += 8) {
+        raw[r][i / 8] = make_uint4(0, 0, 0, 0);
+        if (i < count[r])
+          raw[r][i / 8] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x.data) + at[r] + i);
+      }
+    }
+    if (x.dtype == DType::kBFloat16)
+      widen(raw, out, bfloat16_to_float);
+    else
+      widen(raw, out, float16_to_float);
+  } else {
+#pragma unroll
+    for (int r = 0; r < RUNS; ++r) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) out[r][i] = i < count[r] ? load_element(x.data, at[r] + i, x.dtype) : 0.0f;
+    }
+  }
 }
 
-// Section 1 for an unscaled row: the exponent is in the bits of the largest magnitude. Returns it, or kPoisonedExponent
-// with integers 0 if an element is not finite.
-template <int SLOTS>
-__device__ __forceinline__ int quantise_row(const float (&x)[SLOTS], int operand_bits, int32_t (&q)[SLOTS]) {
+constexpr int kInfinityBits = 0x7f800000;  // of a float32; those of finite magnitudes are less, of NaN more
+
+// The bits of the largest magnitude of the runs of LANES neighbouring lanes; they order as magnitudes do.
+template <int LANES, int N>
+__device__ __forceinline__ int largest_bits(const float (&run)[N]) {
   int largest = 0;
 #pragma unroll
-  for (int c = 0; c < SLOTS; ++c) largest = max(largest, __float_as_int(x[c]) & 0x7fffffff);
-  largest = __reduce_max_sync(kFullWarp, largest);
-  const bool finite = largest < 0x7f800000;
-  const int e = (largest >> 23) - 126;
-  const RowScale scale(e, operand_bits);
-  const int limit = (1 << (operand_bits - 1)) - 1;
+  for (int i = 0; i < N; ++i) largest = max(largest, __float_as_int(run[i]) & 0x7fffffff);
 #pragma unroll
-  for (int c = 0; c < SLOTS; ++c) q[c] = finite ? min(scale.round(x[c]), limit) : 0;
-  return finite ? e : kPoisonedExponent;
+  for (int lane = LANES / 2; lane > 0; lane /= 2) largest = max(largest, __shfl_xor_sync(kFullWarp, largest, lane));
+  return largest;
 }
 
-// Section 1 for a query row, which is scaled in float64.
-template <int SLOTS>
-__device__ __forceinline__ int quantise_scaled_row(const float (&x)[SLOTS], double scale, int operand_bits,
-                                                   int32_t (&q)[SLOTS]) {
-  double scaled[SLOTS];
-  bool finite = true;
-  int largest = 0;  // high words of non-negative doubles order as they do, and the exponent needs no more
-#pragma unroll
-  for (int c = 0; c < SLOTS; ++c) {
-    scaled[c] = mul_f64(static_cast<double>(x[c]), scale);
-    finite = finite && is_finite(scaled[c]);
-    largest = max(largest, static_cast<int>(bits_of(scaled[c]) >> 32) & 0x7fffffff);
-  }
-  finite = __all_sync(kFullWarp, finite);
-  largest = __reduce_max_sync(kFullWarp, largest);
-  const int e = row_exponent(double_of(static_cast<uint64_t>(static_cast<uint32_t>(largest)) << 32));
-#pragma unroll
-  for (int c = 0; c < SLOTS; ++c) q[c] = finite ? quantise(scaled[c], e, operand_bits) : 0;
-  return finite ? e : kPoisonedExponent;
+// Section 1 for a row that is not scaled, from the bits of its largest magnitude: its exponent, and an integer of it.
+__device__ __forceinline__ int exponent_of_bits(int largest) { return (largest >> 23) - 126; }
+
+__device__ __forceinline__ int quantise_unscaled(float x, const RowScale& scale, int operand_bits) {
+  return min(scale.round(x), (1 << (operand_bits - 1)) - 1);
 }
 
 // ---- query and key rows ----
 
-template <int SLOTS>
-__device__ __forceinline__ void store_planes(uint8_t* planes, int64_t plane_stride, int64_t row, const Shape& s,
-                                             int lane, const int32_t (&q)[SLOTS]) {
-#pragma unroll
-  for (int part = 0; part < SLOTS / 4; ++part) {
-    const int d = 128 * part + 4 * lane;
-    if (d >= s.dims_pad) continue;
-    const uint32_t four[4] = {static_cast<uint32_t>(q[4 * part]), static_cast<uint32_t>(q[4 * part + 1]),
-                              static_cast<uint32_t>(q[4 * part + 2]), static_cast<uint32_t>(q[4 * part + 3])};
-    uint32_t bytes[4];
-    byte_planes(four, bytes);
-    uint8_t* to = planes + plane_offset(row, d, s.dims_pad);
-#pragma unroll
-    for (int p = 0; p < 3; ++p)
-      if (p < s.planes) *reinterpret_cast<uint32_t*>(to + p * plane_stride) = bytes[p];
-  }
-}
-
-constexpr int kWarpRows = 4;  // neighbouring rows of a warp, all on their way from memory at once
+constexpr int kWarpRows = 8;  // of one core matrix: four lanes a row, each with every fourth run of a matrix's width
+constexpr int kRun = 16;
 static_assert(kRowPad % (kWarps * kWarpRows) == 0, "a CTA's rows are of one head");
 static_assert(kKeyPad % (kWarps * kWarpRows) == 0, "and its keys");
 
 // QUERY: scaled rows, and M's starting value. Otherwise key rows. kWarpRows padded rows a warp, blocks over rows and
 // heads. A padding row is a row of zeros: integers 0, exponent kMinExponent.
-template <bool QUERY, int SLOTS>
-__global__ void __launch_bounds__(kThreads)
+template <bool QUERY, int RUNS>
+__global__ void __launch_bounds__(kThreads, RUNS == 4 ? 2 : 4)
     row_planes_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Shape s,
                       const __grid_constant__ Prepared out) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t length_pad = QUERY ? s.rows_pad : s.keys_pad;
   const int64_t blocks = length_pad / (kWarps * kWarpRows);
   const int64_t head = blockIdx.x / blocks,
-                first = (blockIdx.x % blocks * kWarps + threadIdx.x / kWarpSize) * kWarpRows;
+                row = (blockIdx.x % blocks * kWarps + threadIdx.x / kWarpSize) * kWarpRows + lane / 4;
   const int64_t batch = head / problem.kv_heads, kv_head = head % problem.kv_heads;
+  const bool real = row < (QUERY ? s.rows : s.keys);
   const int64_t group = problem.q_heads / problem.kv_heads;
+  const int64_t own_head = QUERY ? kv_head * group + row / problem.q_len : kv_head;
+  const int64_t own_row = QUERY ? row % problem.q_len : problem.mask.kv_lo + row;
   const View& x = QUERY ? problem.q : problem.k;
-  const auto head_of = [&](int64_t row) { return QUERY ? kv_head * group + row / problem.q_len : kv_head; };
-  const auto row_of = [&](int64_t row) { return QUERY ? row % problem.q_len : problem.mask.kv_lo + row; };
 
-  float raw[kWarpRows][SLOTS] = {};
-  const bool vector = is_aligned_view(x, 4);
+  int64_t at[RUNS];
+  int count[RUNS];
+  float runs[RUNS][kRun];
 #pragma unroll
-  for (int i = 0; i < kWarpRows; ++i) {
-    const int64_t row = first + i;
-    if (row >= (QUERY ? s.rows : s.keys)) break;
-    const int64_t offset = batch * x.stride_batch + head_of(row) * x.stride_head + row_of(row) * x.stride_row;
-    load_row(x, offset, s.dims, vector, lane, raw[i]);
+  for (int r = 0; r < RUNS; ++r) {
+    const int d = (4 * r + lane % 4) * kRun;
+    at[r] = batch * x.stride_batch + own_head * x.stride_head + own_row * x.stride_row + d;
+    count[r] = real ? s.dims - d : 0;
   }
+  load_runs(x, is_vector_view(x, s.dims), at, count, runs);
+
+  int largest = 0;
 #pragma unroll
-  for (int i = 0; i < kWarpRows; ++i) {
-    const int64_t row = first + i;
-    int32_t q[SLOTS];
-    int e;
-    if constexpr (QUERY) {
-      e = quantise_scaled_row(raw[i], problem.scale, problem.precision.operand_bits, q);
-    } else {
-      e = quantise_row(raw[i], problem.precision.operand_bits, q);
-    }
-    uint8_t* planes = (QUERY ? out.query : out.key) + head * s.planes * length_pad * s.dims_pad;
-    store_planes(planes, length_pad * s.dims_pad, row, s, lane, q);
-    if (lane != 0) continue;
-    const int64_t index = head * length_pad + row;
-    (QUERY ? out.query_exponent : out.key_exponent)[index] = e == kPoisonedExponent ? kPoisonedInTile : e;
-    if (QUERY) {
-      out.rowmax[index] = e == kPoisonedExponent ? kRowmaxPoisoned : kRowmaxEmpty;
-      const Mask& mask = problem.mask;
-      int2 keys = make_int2(0, 0);
-      if (row < s.rows) {
-        keys.x = static_cast<int>(mask.begin(batch, row_of(row)) - mask.kv_lo);
-        keys.y = static_cast<int>(mask.end(batch, row_of(row)) - mask.kv_lo);
+  for (int r = 0; r < RUNS; ++r) largest = max(largest, largest_bits<4>(runs[r]));
+  const int bits = problem.precision.operand_bits;
+  // Rounding keeps the order, so the largest magnitude is the largest scaled one too, and finite if all are.
+  const double scaled = mul_f64(static_cast<double>(__int_as_float(largest)), problem.scale);
+  const bool finite = QUERY ? is_finite(scaled) : largest < kInfinityBits;
+  const int e = QUERY ? row_exponent(scaled) : exponent_of_bits(largest);
+  const RowScale unscaled(QUERY ? 0 : e, bits);
+  uint8_t* planes = (QUERY ? out.query : out.key) + head * s.planes * length_pad * s.dims_pad;
+#pragma unroll
+  for (int r = 0; r < RUNS; ++r) {
+    const int d = (4 * r + lane % 4) * kRun;
+    if (d >= s.dims_pad) continue;
+    uint32_t words[4][kRun / 4];
+#pragma unroll
+    for (int w = 0; w < kRun / 4; ++w) {
+      uint32_t four[4], bytes[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float element = finite ? runs[r][4 * w + i] : 0.0f;
+        four[i] = QUERY ? quantise(mul_f64(static_cast<double>(element), problem.scale), e, bits)
+                        : quantise_unscaled(element, unscaled, bits);
       }
-      out.row_keys[index] = keys.y > keys.x ? keys : make_int2(0, 0);
-      if (out.row_bias != nullptr)
-        out.row_bias[index] = problem.modifiers.bias.offset({batch, head_of(row), row_of(row), mask.kv_lo});
+      byte_planes(four, bytes);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) words[p][w] = bytes[p];
     }
+    uint8_t* to = planes + plane_offset(row, d, s.dims_pad);
+#pragma unroll
+    for (int p = 0; p < 3; ++p) {
+      if (p < s.planes)
+        *reinterpret_cast<uint4*>(to + p * length_pad * s.dims_pad) =
+            make_uint4(words[p][0], words[p][1], words[p][2], words[p][3]);
+    }
+  }
+
+  if (lane % 4 != 0) return;
+  const int64_t index = head * length_pad + row;
+  (QUERY ? out.query_exponent : out.key_exponent)[index] = finite ? e : kPoisonedInTile;
+  if constexpr (QUERY) {
+    out.rowmax[index] = finite ? kRowmaxEmpty : kRowmaxPoisoned;
+    const Mask& mask = problem.mask;
+    int2 keys = make_int2(0, 0);
+    if (real) {
+      keys.x = static_cast<int>(mask.begin(batch, own_row) - mask.kv_lo);
+      keys.y = static_cast<int>(mask.end(batch, own_row) - mask.kv_lo);
+    }
+    out.row_keys[index] = keys.y > keys.x ? keys : make_int2(0, 0);
+    if (out.row_bias != nullptr)
+      out.row_bias[index] = problem.modifiers.bias.offset({batch, own_head, own_row, mask.kv_lo});
   }
 }
 
@@ -199,114 +215,105 @@ __global__ void tiles_kernel(const __grid_constant__ Shape s, const __grid_const
 
 // ---- value rows ----
 
-// Two neighbouring value elements of 16 bits, from one load.
-__device__ __forceinline__ float2 load_two(const View& x, int64_t offset) {
-  const ushort2 v = *reinterpret_cast<const ushort2*>(static_cast<const uint16_t*>(x.data) + offset);
-  if (x.dtype == DType::kBFloat16) return make_float2(bfloat16_to_float(v.x), bfloat16_to_float(v.y));
-  return make_float2(float16_to_float(v.x), float16_to_float(v.y));
-}
+constexpr int kDimsOfLane = 8;
+constexpr int kOctetBytes = kDimsOfLane * kSumKeys;
 
-// One value row; slot c holds element 64 * (c / 2) + 2 * lane + c % 2. Non-finite elements become 0 (section 7: the
-// exponent is taken over the finite ones) and set `special`. Returns kZeroRow for a row without a nonzero finite
-// element.
-template <int SLOTS>
-__device__ __forceinline__ int quantise_value_row(float (&row)[SLOTS], int operand_bits, int32_t (&q)[SLOTS],
-                                                  bool& special) {
-  bool nonzero = false, bad = false;
-#pragma unroll
-  for (int c = 0; c < SLOTS; ++c) {
-    const bool finite = (__float_as_uint(row[c]) & 0x7f800000u) != 0x7f800000u;
-    bad = bad || !finite;
-    row[c] = finite ? row[c] : 0.0f;
-    nonzero = nonzero || row[c] != 0.0f;
-  }
-  special = __any_sync(kFullWarp, bad);
-  const int e = quantise_row(row, operand_bits, q);
-  return __any_sync(kFullWarp, nonzero) ? e : kZeroRow;
-}
-
-// A CTA transposes kSumKeys keys through shared memory; a warp takes four keys that lie side by side in value_slot()
-// order. Leaves exponents, not shifts: the head's least is known only afterwards.
-template <int SLOTS>
-__global__ void __launch_bounds__(kThreads)
+// A CTA transposes kSumKeys keys through shared memory. DIMS is value_dims_pad; a lane has eight dims of four keys that
+// lie side by side in value_slot() order. Leaves exponents, not shifts: the head's least is known only afterwards.
+template <int DIMS>
+__global__ void __launch_bounds__(kSumKeys / 4 * DIMS / kDimsOfLane)
     value_planes_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Shape s,
                         const __grid_constant__ Prepared out) {
-  constexpr int kPitch = kSumKeys + 4;  // 17 words: neighbouring dims fall into different banks
-  extern __shared__ uint8_t tile[];     // [planes][value_dims_pad][kPitch]
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  constexpr int kLanes = DIMS / kDimsOfLane;  // that share a key
+  constexpr int kPitch = kOctetBytes + 16;    // neighbouring octets of dims fall into different banks
+  constexpr int kWarpsHere = kSumKeys / 4 * kLanes / kWarpSize;
+  extern __shared__ uint8_t tile[];  // [planes][kLanes][kPitch]
+  __shared__ int2 ranges[kWarpsHere];
+  const int octet = threadIdx.x % kLanes, word = threadIdx.x / kLanes;
   const int64_t tiles = s.keys_pad / kSumKeys;
   const int64_t head = blockIdx.x / tiles, key_base = (blockIdx.x % tiles) * kSumKeys;
+  const int64_t first_key = key_base + word / 4 * 16 + word % 4 * 2;
   const View& x = problem.v;
-  const int64_t base = head / problem.kv_heads * x.stride_batch + head % problem.kv_heads * x.stride_head;
 
-  const bool pairs = element_size(x.dtype) == 2 && s.dims % 2 == 0 && is_aligned_view(x, 2);
-  int least = INT32_MAX, greatest = INT32_MIN;
-  bool any_special = false;
-  for (int word = warp; word < kSumKeys / 4; word += kWarps) {
-    float raw[4][SLOTS];
-    int32_t q[4][SLOTS];
-    const int64_t first = key_base + word / 4 * 16 + word % 4 * 2;
+  int64_t at[4];
+  int count[4];
+  float runs[4][kDimsOfLane];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // value_slot(key) is 4 * word + i
-      const int64_t key = first + (i & 1) + (i >> 1) * 8, offset = base + (problem.mask.kv_lo + key) * x.stride_row;
+  for (int i = 0; i < 4; ++i) {  // value_slot(key) is 4 * word + i
+    const int64_t key = first_key + (i & 1) + (i >> 1) * 8;
+    at[i] = head / problem.kv_heads * x.stride_batch + head % problem.kv_heads * x.stride_head +
+            (problem.mask.kv_lo + key) * x.stride_row + octet * kDimsOfLane;
+    count[i] = key < s.keys ? s.dims - octet * kDimsOfLane : 0;
+  }
+  load_runs(x, is_vector_view(x, s.dims), at, count, runs);
+
+  int largest[4];
+  bool special[4], any_special = false;
 #pragma unroll
-      for (int c = 0; c < SLOTS; c += 2) {
-        const int d = 32 * c + 2 * lane;
-        float2 two = make_float2(0.0f, 0.0f);
-        if (key < s.keys && d < s.dims) {
-          if (pairs) {
-            two = load_two(x, offset + d);
-          } else {
-            two.x = load_element(x.data, offset + d, x.dtype);
-            if (d + 1 < s.dims) two.y = load_element(x.data, offset + d + 1, x.dtype);
-          }
-        }
-        raw[i][c] = two.x, raw[i][c + 1] = two.y;
-      }
-    }
+  for (int i = 0; i < 4; ++i) {
+    largest[i] = largest_bits<kLanes>(runs[i]);
+    special[i] = largest[i] >= kInfinityBits;
+    any_special = any_special || special[i];
+  }
+  any_special = __any_sync(kFullWarp, any_special);
+  if (any_special) {  // section 7: such elements count as 0, and the exponent is taken over the others
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t key = first + (i & 1) + (i >> 1) * 8;
-      bool special;
-      const int e = quantise_value_row(raw[i], problem.precision.operand_bits, q[i], special);
-      any_special = any_special || special;
-      if (e != kZeroRow) least = min(least, e), greatest = max(greatest, e);
-      if (lane == 0) {
-        out.value_exponent[head * s.keys_pad + key] = e;
-        out.special_key[head * s.keys_pad + key] = special;
+#pragma unroll
+      for (int d = 0; d < kDimsOfLane; ++d) {
+        if ((__float_as_int(runs[i][d]) & 0x7fffffff) >= kInfinityBits) runs[i][d] = 0.0f;
       }
-    }
-#pragma unroll
-    for (int c = 0; c < SLOTS; ++c) {
-      const int d = 32 * (c & ~1) + 2 * lane + (c & 1);
-      if (d >= s.value_dims_pad) continue;
-      const uint32_t four[4] = {static_cast<uint32_t>(q[0][c]), static_cast<uint32_t>(q[1][c]),
-                                static_cast<uint32_t>(q[2][c]), static_cast<uint32_t>(q[3][c])};
-      uint32_t bytes[4];
-      byte_planes(four, bytes);
-#pragma unroll
-      for (int p = 0; p < 3; ++p)
-        if (p < s.planes)
-          *reinterpret_cast<uint32_t*>(tile + (p * s.value_dims_pad + d) * kPitch + 4 * word) = bytes[p];
+      largest[i] = largest_bits<kLanes>(runs[i]);
     }
   }
-  if (lane == 0 && least != INT32_MAX) {
-    atomicMin(&out.value_range[2 * head], least);
-    atomicMax(&out.value_range[2 * head + 1], greatest);
+
+  int least = INT32_MAX, greatest = INT32_MIN;
+  const int bits = problem.precision.operand_bits;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int e = exponent_of_bits(largest[i]);
+    if (largest[i] != 0) least = min(least, e), greatest = max(greatest, e);
+    if (octet == 0) {
+      const int64_t index = head * s.keys_pad + first_key + (i & 1) + (i >> 1) * 8;
+      out.value_exponent[index] = largest[i] != 0 ? e : kZeroRow;
+      out.special_key[index] = special[i];
+    }
   }
-  if (any_special && lane == 0) out.value_special[head] = 1;
+  least = __reduce_min_sync(kFullWarp, least), greatest = __reduce_max_sync(kFullWarp, greatest);
+  if (threadIdx.x % kWarpSize == 0) {
+    ranges[threadIdx.x / kWarpSize] = make_int2(least, greatest);
+    if (any_special) out.value_special[head] = 1;
+  }
+
+  const auto scale_of = [&](int i) { return RowScale(exponent_of_bits(largest[i]), bits); };
+  const RowScale scales[4] = {scale_of(0), scale_of(1), scale_of(2), scale_of(3)};
+  uint8_t* own = tile + octet * kPitch + word / 4 * 128 + word % 4 * 4;
+#pragma unroll
+  for (int d = 0; d < kDimsOfLane; ++d) {
+    uint32_t four[4], bytes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = quantise_unscaled(runs[i][d], scales[i], bits);
+    byte_planes(four, bytes);
+#pragma unroll
+    for (int p = 0; p < 3; ++p)
+      if (p < s.planes) *reinterpret_cast<uint32_t*>(own + p * kLanes * kPitch + d * 16) = bytes[p];
+  }
   __syncthreads();
 
-  // Out in the order of memory: word w of a plane's tile is 4 keys of one dim.
-  const int words = s.value_dims_pad * kSumKeys / 4;
   for (int p = 0; p < s.planes; ++p) {
-    auto* to = reinterpret_cast<uint32_t*>(out.value + ((head * s.planes + p) * tiles + key_base / kSumKeys) *
-                                                           s.value_dims_pad * kSumKeys);
-    for (int w = threadIdx.x; w < words; w += kThreads) {
-      const int word = w & 3, dim_in_8 = (w >> 2) & 7, chunk = (w >> 5) % (kSumKeys / 16),
-                dim = (w >> 5) / (kSumKeys / 16) * 8 + dim_in_8;
-      to[w] = *reinterpret_cast<const uint32_t*>(tile + (p * s.value_dims_pad + dim) * kPitch + chunk * 16 + word * 4);
-    }
+    uint8_t* to = out.value + ((head * s.planes + p) * tiles + key_base / kSumKeys) * DIMS * kSumKeys;
+    for (int byte = threadIdx.x * 16; byte < DIMS * kSumKeys; byte += blockDim.x * 16)
+      *reinterpret_cast<uint4*>(to + byte) = *reinterpret_cast<const uint4*>(
+          tile + (p * kLanes + byte / kOctetBytes) * kPitch + byte % kOctetBytes);
+  }
+  // All CTAs of a head add to one range, which few of them change: an atomic of each would have the others wait.
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int warp = 1; warp < kWarpsHere; ++warp)
+      least = min(least, ranges[warp].x), greatest = max(greatest, ranges[warp].y);
+    int32_t* range = out.value_range + 2 * head;
+    if (least < __ldcg(range)) atomicMin(range, least);
+    if (greatest > __ldcg(range + 1)) atomicMax(range + 1, greatest);
   }
 }
 
@@ -330,20 +337,19 @@ __global__ void reset_values_kernel(Prepared out, int64_t heads) {
 template <bool QUERY>
 void launch_row_planes(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
   const unsigned grid = grid_of(s.heads * (QUERY ? s.rows_pad : s.keys_pad) / (kWarps * kWarpRows));
-  if (s.dims_pad <= 128) {
-    row_planes_kernel<QUERY, 4><<<grid, kThreads, 0, stream_of(ctx)>>>(problem, s, out);
-  } else {
-    row_planes_kernel<QUERY, 8><<<grid, kThreads, 0, stream_of(ctx)>>>(problem, s, out);
-  }
+  const auto kernel = s.dims_pad <= 4 * kRun    ? row_planes_kernel<QUERY, 1>
+                      : s.dims_pad <= 8 * kRun ? row_planes_kernel<QUERY, 2>
+                                               : row_planes_kernel<QUERY, 4>;
+  kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(problem, s, out);
   check_launch("row_planes_kernel");
 }
 
-template <int SLOTS>
+template <int DIMS>
 void launch_value_planes(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
-  const int bytes = s.planes * s.value_dims_pad * (kSumKeys + 4);
-  allow_shared(value_planes_kernel<SLOTS>, bytes);
-  value_planes_kernel<SLOTS>
-      <<<grid_of(s.heads * (s.keys_pad / kSumKeys)), kThreads, bytes, stream_of(ctx)>>>(problem, s, out);
+  const int bytes = s.planes * (DIMS / kDimsOfLane) * (kOctetBytes + 16);
+  allow_shared(value_planes_kernel<DIMS>, bytes);
+  value_planes_kernel<DIMS><<<grid_of(s.heads * (s.keys_pad / kSumKeys)), kSumKeys / 4 * DIMS / kDimsOfLane, bytes,
+                              stream_of(ctx)>>>(problem, s, out);
   check_launch("value_planes_kernel");
 }
 }  // namespace
@@ -368,10 +374,10 @@ void reset_values(const Context& ctx, const Shape& s, const Prepared& out) {
 
 void prepare_values(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
   if (s.keys_pad == 0) return;
-  if (s.value_dims_pad <= 128)
-    launch_value_planes<4>(ctx, problem, s, out);
-  else
-    launch_value_planes<8>(ctx, problem, s, out);
+  const auto launch = s.value_dims_pad == 64    ? launch_value_planes<64>
+                      : s.value_dims_pad == 128 ? launch_value_planes<128>
+                                                : launch_value_planes<256>;
+  launch(ctx, problem, s, out);
   const int64_t count = s.heads * s.keys_pad;
   value_shift_kernel<<<grid_of(ceil_div(count, 256)), 256, 0, stream_of(ctx)>>>(out, s.keys_pad, count);
   check_launch("value_shift_kernel");
