@@ -117,22 +117,25 @@ def inputs(Q, K, V, names=_OURS):
 def plain(Q, K, V):
     """What inputs() returns where it is sure, as with most calls; None where the checks one by one have the say.
 
-    To look at a tensor takes longer than to compare what was seen, so nothing is looked at twice.
+    To look at a tensor takes longer than to compare what was seen, so nothing is looked at twice, and neither the
+    layout nor is_nested at all: tensors that are not dense and strided raise here, or have no last stride of 1.
     """
+    dtype = Q.dtype if type(Q) in _PLAIN and type(K) in _PLAIN and type(V) in _PLAIN else None
     if not (
-        type(Q) in _PLAIN
-        and type(K) in _PLAIN
-        and type(V) in _PLAIN
-        and Q.layout is K.layout is V.layout is _STRIDED
-        and not (Q.is_nested or K.is_nested or V.is_nested)
-        and Q.dtype is K.dtype is V.dtype
+        dtype in INPUT_DTYPES
+        and dtype is K.dtype is V.dtype
         and ((Q.is_cpu and K.is_cpu and V.is_cpu) or (_HAS_CUDA and Q.is_cuda and Q.device == K.device == V.device))
         and forward_ad._current_level < 0
         and not _in_transform()
     ):
         return None
-    q_shape, k_shape = Q.shape, K.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape or Q.dtype not in INPUT_DTYPES:
+    try:
+        q_shape, k_shape = Q.shape, K.shape
+        if len(q_shape) != 4 or len(k_shape) != 4 or V.shape != k_shape:
+            return None
+        if not Q.stride()[3] == K.stride()[3] == V.stride()[3] == 1:
+            return None
+    except RuntimeError:
         return None
     (batch, q_heads, _, head_dim), (k_batch, kv_heads, kv_len, k_dim) = q_shape, k_shape
     if (
@@ -141,7 +144,6 @@ def plain(Q, K, V):
         and 1 <= head_dim <= MAX_HEAD_DIM
         and (q_heads == kv_heads or (kv_heads > 0 and q_heads % kv_heads == 0))
         and kv_len <= MAX_KEYS
-        and Q.stride()[3] == K.stride()[3] == V.stride()[3] == 1
     ):
         return q_shape, k_shape
     return None

@@ -63,15 +63,16 @@ def scaled_dot_product_attention(
         if narrow and query.dim() == key.dim() == value.dim() == 3:
             four = (query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return scaled_dot_product_attention(*four, precision=precision)[0]
-    device = "cuda" if query.is_cuda else "cpu"
-    if torch.is_autocast_enabled(device) and (shapes is None or query.dtype is not torch.get_autocast_dtype(device)):
-        query, key, value = cast_for_autocast(query, key, value)
-        shapes = checks.plain(query, key, value)
+    if torch._C._is_any_autocast_enabled():
+        device = "cuda" if query.is_cuda else "cpu"
+        if shapes is None or query.dtype is not torch.get_autocast_dtype(device):
+            query, key, value = cast_for_autocast(query, key, value)
+            shapes = checks.plain(query, key, value)
     checks.flag(is_causal, "is_causal")
     checks.flag(enable_gqa, "enable_gqa")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
-    if shapes is not None and (query.shape[1] == key.shape[1] or enable_gqa):
+    if shapes is not None and (enable_gqa or shapes[0][1] == shapes[1][1]):
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes)
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
 
