@@ -187,10 +187,10 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
     torch.nn.MultiheadAttention with need_weights=True, its default, which never calls the function. Enter the block
     outside of what torch.compile compiles: a compiler takes no locks.
 
-    It adds 5 to 7 microseconds to the op's own time (Intel Xeon, Python 3.11; less than 10 on the host of an H200,
-    but 12 with a mask) for 4-D inputs of one shape or grouped heads, of one dtype, also under autocast to it, with or
-    without a mask. 3-D inputs, dropout and float32 gradients take about 10, a bfloat16 or float16 output that has a
-    gradient 35, and what else has to be broadcast, padded or flattened up to 60.
+    It adds 4 to 6 microseconds to the op's own time (Intel Xeon, Python 3.11; 6 to 9.5 on the host of an H200, Python
+    3.12) for 4-D inputs of one shape or grouped heads, of one dtype, also under autocast to it, with or without a
+    mask. 3-D inputs, dropout and float32 gradients take about 10, a bfloat16 or float16 output that has a gradient 35,
+    and what else has to be broadcast, padded or flattened up to 60.
 
     Args:
         fallback: False: a call that det-attn does not support raises. True: it warns, once in this block, and runs
