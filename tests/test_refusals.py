@@ -345,11 +345,13 @@ def test_nested_tensor(kernel):
         (zeros(1, 2, 5, 257), None, ValueError, "head_dim 257"),
         (zeros(1, 2, 5, 8).to_sparse(), None, ValueError, "sparse_coo"),
         (zeros(1, 2, 5, 8).to_sparse_csr(), None, ValueError, "sparse_csr"),
+        (zeros(1, 2, 5, 8).to_mkldnn(), None, ValueError, "torch._mkldnn"),
+        (torch.nested.nested_tensor([zeros(2, 5, 8)]), None, ValueError, "nested"),
         (zeros(1, 2, 5, 8, device="meta"), None, ValueError, "device meta"),
         (zeros(1, 2, 5, 8), zeros(1, 0, 5, 8), ValueError, "multiple of (K|key)'s 0"),
         (zeros(1, 1, 1, 8), zeros(1, 1, 1, 8).expand(1, 1, 2**31 + 1, 8), ValueError, "at most 2147483648"),
     ],
-    ids=["float64", "no-columns", "wide", "sparse", "csr", "meta", "no-heads", "many-keys"],
+    ids=["float64", "no-columns", "wide", "sparse", "csr", "mkldnn", "nested", "meta", "no-heads", "many-keys"],
 )
 def test_tensors_that_agree_may_all_be_wrong(kernel, function, q, k, error, said):
     k = q if k is None else k
