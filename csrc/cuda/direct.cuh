@@ -60,10 +60,10 @@ struct Packed {
   }
 };
 
-// The exponent of a row whose largest magnitude, finite, has these bits.
+// exponent_of_largest() of the bits of a 16-bit float.
 template <bool BF16>
-__device__ __forceinline__ int exponent_of_largest(int largest) {
-  return (__float_as_int(Packed<BF16>::low(static_cast<uint32_t>(largest))) >> 23) - 126;
+__device__ __forceinline__ int exponent_of_largest_16(int bits) {
+  return exponent_of_largest(__float_as_int(Packed<BF16>::low(static_cast<uint32_t>(bits))));
 }
 
 // Byte planes of four integers that lie side by side: planes[p] gets them as one word. A 16-bit float has 11

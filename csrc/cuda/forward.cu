@@ -144,7 +144,8 @@ Plan plan_of(const Context& ctx, Engine engine, const Problem& problem, const Sh
   Plan plan;
   plan.tiles = s.heads * (s.rows_pad / kRowPad);
   const int64_t tile_bytes = s.tile_blocks * (s.span / kBlockKeys) * kBlockBytes;
-  const int64_t fit = tile_bytes == 0 ? plan.tiles : kChunkBytes / tile_bytes;
+  const int64_t bytes = s.span < s.keys_pad ? kWindowChunkBytes : kChunkBytes;
+  const int64_t fit = tile_bytes == 0 ? plan.tiles : bytes / tile_bytes;
   const int64_t most = engine == Engine::kWgmma ? kResidentChunkTiles : kChunkTiles;
   plan.chunk_tiles = std::max<int64_t>(1, std::min({fit, plan.tiles, most}));
   // CTAs of the sums kernel in one chunk that have rows.

@@ -11,7 +11,7 @@ constexpr int kThreads = kWarps * kWarpSize;
 
 // ---- runs of neighbouring elements ----
 
-// Whether loads of 16 bytes fetch every row whole and nothing else.
+// Whether loads of 16 bytes fetch every row whole and nothing else. Other rows are loaded element by element.
 __device__ __forceinline__ bool is_vector_view(const View& x, int dims) {
   const int count = 16 / element_size(x.dtype);
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && dims % count == 0 && x.stride_batch % count == 0 &&
@@ -85,9 +85,7 @@ __device__ __forceinline__ int largest_bits(const float (&run)[N]) {
   return largest;
 }
 
-// Section 1 for a row that is not scaled, from the bits of its largest magnitude: its exponent, and an integer of it.
-__device__ __forceinline__ int exponent_of_bits(int largest) { return (largest >> 23) - 126; }
-
+// Section 1 for an element of a row that is not scaled.
 __device__ __forceinline__ int quantise_unscaled(float x, const RowScale& scale, int operand_bits) {
   return min(scale.round(x), (1 << (operand_bits - 1)) - 1);
 }
@@ -128,15 +126,18 @@ __global__ void __launch_bounds__(kThreads, RUNS == 4 ? 2 : 4)
   }
   load_runs(x, is_vector_view(x, s.dims), at, count, runs);
 
+  // ---- exponent ----
   int largest = 0;
 #pragma unroll
   for (int r = 0; r < RUNS; ++r) largest = max(largest, largest_bits<4>(runs[r]));
   const int bits = problem.precision.operand_bits;
-  // Rounding keeps the order, so the largest magnitude is the largest scaled one too, and finite if all are.
+  // Rounding keeps the order, so the largest magnitude is the largest scaled one too, and not finite if any is not.
   const double scaled = mul_f64(static_cast<double>(__int_as_float(largest)), problem.scale);
   const bool finite = QUERY ? is_finite(scaled) : largest < kInfinityBits;
-  const int e = QUERY ? row_exponent(scaled) : exponent_of_bits(largest);
+  const int e = QUERY ? row_exponent(scaled) : exponent_of_largest(largest);
   const RowScale unscaled(QUERY ? 0 : e, bits);
+
+  // ---- planes ----
   uint8_t* planes = (QUERY ? out.query : out.key) + head * s.planes * length_pad * s.dims_pad;
 #pragma unroll
   for (int r = 0; r < RUNS; ++r) {
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(kThreads, RUNS == 4 ? 2 : 4)
     }
   }
 
+  // ---- what is known of the row ----
   if (lane % 4 != 0) return;
   const int64_t index = head * length_pad + row;
   (QUERY ? out.query_exponent : out.key_exponent)[index] = finite ? e : kPoisonedInTile;
@@ -215,66 +217,81 @@ __global__ void tiles_kernel(const __grid_constant__ Shape s, const __grid_const
 
 // ---- value rows ----
 
-constexpr int kDimsOfLane = 8;
-constexpr int kOctetBytes = kDimsOfLane * kSumKeys;
-
-// A CTA transposes kSumKeys keys through shared memory. DIMS is value_dims_pad; a lane has eight dims of four keys that
-// lie side by side in value_slot() order. Leaves exponents, not shifts: the head's least is known only afterwards.
+// A CTA transposes kSumKeys keys through shared memory. A lane has eight dims of four keys that lie side by side in
+// value_slot() order, so kLanes lanes share a key. DIMS is value_dims_pad.
 template <int DIMS>
-__global__ void __launch_bounds__(kSumKeys / 4 * DIMS / kDimsOfLane)
-    value_planes_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Shape s,
-                        const __grid_constant__ Prepared out) {
-  constexpr int kLanes = DIMS / kDimsOfLane;  // that share a key
-  constexpr int kPitch = kOctetBytes + 16;    // neighbouring octets of dims fall into different banks
-  constexpr int kWarpsHere = kSumKeys / 4 * kLanes / kWarpSize;
-  extern __shared__ uint8_t tile[];  // [planes][kLanes][kPitch]
-  __shared__ int2 ranges[kWarpsHere];
-  const int octet = threadIdx.x % kLanes, word = threadIdx.x / kLanes;
-  const int64_t tiles = s.keys_pad / kSumKeys;
-  const int64_t head = blockIdx.x / tiles, key_base = (blockIdx.x % tiles) * kSumKeys;
-  const int64_t first_key = key_base + word / 4 * 16 + word % 4 * 2;
-  const View& x = problem.v;
+struct ValueTile {
+  static constexpr int kLaneDims = 8;
+  static constexpr int kLanes = DIMS / kLaneDims;
+  static constexpr int kThreads = kSumKeys / 4 * kLanes;
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kOctetBytes = kLaneDims * kSumKeys;  // of one plane: eight dims of all keys, as in memory
+  static constexpr int kPitch = kOctetBytes + 16;           // neighbouring octets fall into different banks
+  static int bytes(int planes) { return planes * kLanes * kPitch; }
+};
 
-  int64_t at[4];
-  int count[4];
-  float runs[4][kDimsOfLane];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // value_slot(key) is 4 * word + i
-    const int64_t key = first_key + (i & 1) + (i >> 1) * 8;
-    at[i] = head / problem.kv_heads * x.stride_batch + head % problem.kv_heads * x.stride_head +
-            (problem.mask.kv_lo + key) * x.stride_row + octet * kDimsOfLane;
-    count[i] = key < s.keys ? s.dims - octet * kDimsOfLane : 0;
-  }
-  load_runs(x, is_vector_view(x, s.dims), at, count, runs);
-
-  int largest[4];
-  bool special[4], any_special = false;
+// The bits of the largest magnitude of each key's row, of the elements that are finite: section 7 has the others, which
+// become 0, count for nothing. Returns whether this warp has such elements, and in `special` whether the row has.
+template <int LANES, int N>
+__device__ __forceinline__ bool largest_finite_bits(float (&runs)[4][N], int (&largest)[4], bool (&special)[4]) {
+  bool any_special = false;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    largest[i] = largest_bits<kLanes>(runs[i]);
+    largest[i] = largest_bits<LANES>(runs[i]);
     special[i] = largest[i] >= kInfinityBits;
     any_special = any_special || special[i];
   }
   any_special = __any_sync(kFullWarp, any_special);
-  if (any_special) {  // section 7: such elements count as 0, and the exponent is taken over the others
+  if (any_special) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int d = 0; d < kDimsOfLane; ++d) {
+      for (int d = 0; d < N; ++d) {
         if ((__float_as_int(runs[i][d]) & 0x7fffffff) >= kInfinityBits) runs[i][d] = 0.0f;
       }
-      largest[i] = largest_bits<kLanes>(runs[i]);
+      largest[i] = largest_bits<LANES>(runs[i]);
     }
   }
+  return any_special;
+}
 
-  int least = INT32_MAX, greatest = INT32_MIN;
-  const int bits = problem.precision.operand_bits;
+// Leaves exponents, not shifts: the head's least is known only afterwards.
+template <int DIMS>
+__global__ void __launch_bounds__(ValueTile<DIMS>::kThreads)
+    value_planes_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Shape s,
+                        const __grid_constant__ Prepared out) {
+  using Tile = ValueTile<DIMS>;
+  extern __shared__ __align__(16) uint8_t tile[];  // [planes][kLanes][kPitch]
+  __shared__ int2 ranges[Tile::kWarps];
+  const int octet = threadIdx.x % Tile::kLanes, word = threadIdx.x / Tile::kLanes;
+  const int64_t tiles = s.keys_pad / kSumKeys;
+  const int64_t head = blockIdx.x / tiles, key_base = (blockIdx.x % tiles) * kSumKeys;
+  const int64_t first_key = key_base + word / 4 * 16 + word % 4 * 2;  // value_key() of slot 4 * word
+  const View& x = problem.v;
+
+  int64_t at[4];
+  int count[4];
+  float runs[4][Tile::kLaneDims];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int e = exponent_of_bits(largest[i]);
+    const int64_t key = first_key + value_key(i);
+    at[i] = head / problem.kv_heads * x.stride_batch + head % problem.kv_heads * x.stride_head +
+            (problem.mask.kv_lo + key) * x.stride_row + octet * Tile::kLaneDims;
+    count[i] = key < s.keys ? s.dims - octet * Tile::kLaneDims : 0;
+  }
+  load_runs(x, is_vector_view(x, s.dims), at, count, runs);
+
+  // ---- exponents ----
+  int largest[4];
+  bool special[4];
+  const bool any_special = largest_finite_bits<Tile::kLanes>(runs, largest, special);
+  int least = INT32_MAX, greatest = INT32_MIN;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int e = exponent_of_largest(largest[i]);
     if (largest[i] != 0) least = min(least, e), greatest = max(greatest, e);
     if (octet == 0) {
-      const int64_t index = head * s.keys_pad + first_key + (i & 1) + (i >> 1) * 8;
+      const int64_t index = head * s.keys_pad + first_key + value_key(i);
       out.value_exponent[index] = largest[i] != 0 ? e : kZeroRow;
       out.special_key[index] = special[i];
     }
@@ -285,31 +302,33 @@ __global__ void __launch_bounds__(kSumKeys / 4 * DIMS / kDimsOfLane)
     if (any_special) out.value_special[head] = 1;
   }
 
-  const auto scale_of = [&](int i) { return RowScale(exponent_of_bits(largest[i]), bits); };
+  // ---- planes, transposed ----
+  const int bits = problem.precision.operand_bits;
+  const auto scale_of = [&](int i) { return RowScale(exponent_of_largest(largest[i]), bits); };
   const RowScale scales[4] = {scale_of(0), scale_of(1), scale_of(2), scale_of(3)};
-  uint8_t* own = tile + octet * kPitch + word / 4 * 128 + word % 4 * 4;
+  uint8_t* own = tile + octet * Tile::kPitch + word / 4 * 128 + word % 4 * 4;
 #pragma unroll
-  for (int d = 0; d < kDimsOfLane; ++d) {
+  for (int d = 0; d < Tile::kLaneDims; ++d) {
     uint32_t four[4], bytes[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = quantise_unscaled(runs[i][d], scales[i], bits);
+    for (int i = 0; i < 4; ++i) four[i] = static_cast<uint32_t>(quantise_unscaled(runs[i][d], scales[i], bits));
     byte_planes(four, bytes);
 #pragma unroll
     for (int p = 0; p < 3; ++p)
-      if (p < s.planes) *reinterpret_cast<uint32_t*>(own + p * kLanes * kPitch + d * 16) = bytes[p];
+      if (p < s.planes) *reinterpret_cast<uint32_t*>(own + p * Tile::kLanes * Tile::kPitch + d * 16) = bytes[p];
   }
   __syncthreads();
-
   for (int p = 0; p < s.planes; ++p) {
     uint8_t* to = out.value + ((head * s.planes + p) * tiles + key_base / kSumKeys) * DIMS * kSumKeys;
     for (int byte = threadIdx.x * 16; byte < DIMS * kSumKeys; byte += blockDim.x * 16)
       *reinterpret_cast<uint4*>(to + byte) = *reinterpret_cast<const uint4*>(
-          tile + (p * kLanes + byte / kOctetBytes) * kPitch + byte % kOctetBytes);
+          tile + (p * Tile::kLanes + byte / Tile::kOctetBytes) * Tile::kPitch + byte % Tile::kOctetBytes);
   }
+
   // All CTAs of a head add to one range, which few of them change: an atomic of each would have the others wait.
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int warp = 1; warp < kWarpsHere; ++warp)
+    for (int warp = 1; warp < Tile::kWarps; ++warp)
       least = min(least, ranges[warp].x), greatest = max(greatest, ranges[warp].y);
     int32_t* range = out.value_range + 2 * head;
     if (least < __ldcg(range)) atomicMin(range, least);
@@ -346,10 +365,11 @@ void launch_row_planes(const Context& ctx, const Problem& problem, const Shape& 
 
 template <int DIMS>
 void launch_value_planes(const Context& ctx, const Problem& problem, const Shape& s, const Prepared& out) {
-  const int bytes = s.planes * (DIMS / kDimsOfLane) * (kOctetBytes + 16);
+  using Tile = ValueTile<DIMS>;
+  const int bytes = Tile::bytes(s.planes);
   allow_shared(value_planes_kernel<DIMS>, bytes);
-  value_planes_kernel<DIMS><<<grid_of(s.heads * (s.keys_pad / kSumKeys)), kSumKeys / 4 * DIMS / kDimsOfLane, bytes,
-                              stream_of(ctx)>>>(problem, s, out);
+  const unsigned grid = grid_of(s.heads * (s.keys_pad / kSumKeys));
+  value_planes_kernel<DIMS><<<grid, Tile::kThreads, bytes, stream_of(ctx)>>>(problem, s, out);
   check_launch("value_planes_kernel");
 }
 }  // namespace

@@ -66,8 +66,15 @@ DET_HD int value_slot(int key_in_16) {
   const int half = key_in_16 >> 3, column = key_in_16 & 7;
   return (column >> 1) * 4 + half * 2 + (column & 1);
 }
+// The key in a slot: its inverse.
+DET_HD int value_key(int slot_in_16) {
+  return (slot_in_16 >> 2) * 2 + (slot_in_16 & 1) + (slot_in_16 >> 1 & 1) * 8;
+}
 
 #if defined(__CUDACC__)
+// The exponent of a row that is not scaled whose largest magnitude, finite, has these bits of a float32.
+__device__ __forceinline__ int exponent_of_largest(int bits) { return (bits >> 23) - 126; }
+
 // Section 1 for rows that are not scaled, in float32 alone: x * 2^n is exact or below 2^-126, where rne gives 0 either
 // way. Two factors, since n reaches 149.
 struct RowScale {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void quantise_keys(const RawKeys<PIECES>& raw, uint8_
   largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 8));
   largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 16));
   const bool finite = largest < Packed<BF16>::kInfinity;
-  const int e = exponent_of_largest<BF16>(largest);
+  const int e = exponent_of_largest_16<BF16>(largest);
   if (lane < 8) exponents[key] = finite ? e : kPoisonedInTile;
   RowScale scale(e, kOperandBits);
   if (!finite) scale.first = 0.0f;  // 0 or NaN, either of which rounds to 0

@@ -81,7 +81,7 @@ __device__ __forceinline__ unsigned quantise_values(const uint8_t* raw, uint8_t*
           }
           largest = largest_of();
         }
-        const int e = exponent_of_largest<BF16>(largest);
+        const int e = exponent_of_largest_16<BF16>(largest);
         if (lane == key) own_exponent = largest == 0 ? kZeroRow : e;
         const RowScale scale(e, kOperandBits);
 #pragma unroll

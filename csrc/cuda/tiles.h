@@ -40,10 +40,13 @@ static_assert(kFlushKeys * 3 * 255 * 255 < (int64_t(1) << 31), "an int32 positio
 static_assert((kFlushKeys / kSumKeys & (kFlushKeys / kSumKeys - 1)) == 0, "flushes happen every power of two of steps");
 
 // Score distances of one chunk of query rows live in this much workspace, whatever Sq and Skv are: at 8192 keys
-// two waves of 64-row sums CTAs on 132 multiprocessors, so that long and short rows of a mask even out; 8192 rows of
-// four heads, and of no fewer, under a window of 4096.
+// two waves of 64-row sums CTAs on 132 multiprocessors, so that long and short rows of a mask even out. Where a window
+// bounds the distances there is room for four heads of 8192 rows and a window of 4096; in 576 MB three would fit.
 constexpr int64_t kBlockBytes = kBlockRows * kBlockKeys * 4 + kBlockRows * 8;  // distances and block maxima
-constexpr int64_t kChunkBytes = int64_t(580) << 20;
+constexpr int64_t kChunkBytes = int64_t(576) << 20, kWindowChunkBytes = int64_t(578) << 20;
+static_assert(4 * (8192 / kRowPad) * (kRowPad / kBlockRows) * ((4096 + kRowPad + kKeyPad) / kBlockKeys) * kBlockBytes <=
+                  kWindowChunkBytes,
+              "four heads of 8192 rows, each tile of which attends 4096 keys and the padding of span_of()");
 constexpr int64_t kChunkTiles = 132;  // so that the long accumulators of a chunk stay near 200 MB at 128 dims
 // Where those are the CTAs' own, not the rows': tiles of short rows or of a window are small, the fewer launches the
 // better, and the short rows of one head even out with the long ones of others.
