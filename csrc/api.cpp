@@ -74,7 +74,7 @@ View view_of(const Tensor& x, const char* name) {
   STD_TORCH_CHECK(x.dim() == 4, name, ": got ", x.dim(), " dimensions, must be 4-D [batch, heads, length, head_dim]");
   STD_TORCH_CHECK(x.size(3) >= 1 && x.size(3) <= kMaxHeadDim, name, ": got head_dim ", x.size(3), ", allowed is 1 to ",
                   kMaxHeadDim);
-  STD_TORCH_CHECK(x.stride(3) == 1 || x.size(3) == 1, name, ": got stride ", x.stride(3),
+  STD_TORCH_CHECK(x.stride(3) == 1 || x.size(3) == 1 || x.numel() == 0, name, ": got stride ", x.stride(3),
                   " in the last dimension, must be 1; call .contiguous()");
   return View{x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), parse_dtype(x.scalar_type(), name)};
 }

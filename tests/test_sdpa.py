@@ -16,7 +16,7 @@ from conftest import assert_same_bits
 from helpers import RecordedOp
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 ORIGINAL = functional.scaled_dot_product_attention
 INF = float("inf")
@@ -284,6 +284,10 @@ def zeros(*shape, **how):
     return torch.zeros(shape, **how)
 
 
+def per_channel():
+    return torch.quantize_per_channel(zeros(1, 1, 4, 4), torch.ones(4), torch.zeros(4), 3, torch.qint8)
+
+
 REFUSED = [
     (ValueError, "attn_mask", lambda: (*qkv((1, 1, 3, 4)), zeros(3, 3), 0.0, True)),
     (ValueError, "query", lambda: (zeros(4), zeros(3, 4), zeros(3, 4))),
@@ -296,8 +300,10 @@ REFUSED = [
     (TypeError, "attn_mask: got list", lambda: (*[zeros(1, 2, 1, 3, 4)] * 3, [1.0])),
     (TypeError, "attn_mask: got list", lambda: (*[zeros(1, 3, 4)] * 3, [1.0])),
     (TypeError, "attn_mask: got list", lambda: (zeros(1, 4, 3, 4), *[zeros(1, 1, 3, 4)] * 2, [1.0])),
-    (TypeError, "CausalBias", lambda: (*[zeros(1, 3, 4)] * 3, causal_lower_right(3, 3))),
-    (TypeError, "CausalBias", lambda: (*[zeros(1, 1, 3, 4)] * 3, causal_lower_right(3, 3))),
+    (ValueError, "^attn_mask: got a mask together", lambda: (*[zeros(3, 4)] * 3, causal_lower_right(3, 3), 0.0, True)),
+    (ValueError, r"^attn_mask: got a CausalBias of \(3, 4\)", lambda: (*[zeros(3, 4)] * 3, causal_lower_right(3, 4))),
+    (ValueError, r"CausalBias of \(4, 3\), must be of \(3, 3\)", lambda: (*[zeros(3, 4)] * 3, causal_upper_left(4, 3))),
+    (TypeError, "^query: got dtype torch.qint8", lambda: [per_channel()] * 3),
     (
         ValueError,
         "do not broadcast",
@@ -390,6 +396,29 @@ def test_autocast_converts_only_what_attention_takes(kernel, dtype):
     q = zeros(1, 1, 3, 4).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="dtype"):
         kernel.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("of, offset", [(causal_upper_left, 0), (causal_lower_right, 4), (causal_lower_right, -4)])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
+def test_torchs_causal_bias_is_the_mask_it_stands_for(kernel, device, of, offset, lead):
+    sizes = (9, 5) if offset < 0 else (5, 9)
+    q, k, v = qkv((*lead, sizes[0], 16), (*lead, sizes[1], 16), device=device)
+    pairs = torch.ones(sizes, dtype=torch.bool, device=device).tril(offset)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of rows that attend nothing
+        bias = of(*sizes)
+    expected = kernel.scaled_dot_product_attention(q, k, v, pairs)
+    assert_same_bits(kernel.scaled_dot_product_attention(q, k, v, bias), expected)
+    with kernel.replace_sdpa(), torch.no_grad():
+        assert_same_bits(functional.scaled_dot_product_attention(q, k, v, bias), expected)
+    with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning, match="float64"):
+        found = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), bias)
+    torch.testing.assert_close(found, ORIGINAL(q.double(), k.double(), v.double(), pairs), equal_nan=True)
+
+
+def test_an_empty_tensor_need_not_be_dense(kernel, device):
+    x = zeros(0, 2, 16, 5).transpose(2, 3).to(device)
+    assert kernel.scaled_dot_product_attention(x, x, x).shape == x.shape == (0, 2, 5, 16)
 
 
 # ---- In torch's place ----------------------------------------------------------------------------------------------
@@ -487,6 +516,11 @@ def test_blocks_nest_and_end_in_any_order(kernel):
     inner.__exit__(None, None, None)
     assert functional.scaled_dot_product_attention is ORIGINAL
 
+    with kernel.replace_sdpa(), kernel.replace_sdpa(precision="high"):
+        with kernel.replace_sdpa():
+            assert_same_bits(functional.scaled_dot_product_attention(q, k, v), highest)
+        assert_same_bits(functional.scaled_dot_product_attention(q, k, v), high)
+
     @kernel.replace_sdpa(precision="high")
     def decorated():
         return functional.scaled_dot_product_attention(q, k, v)
@@ -528,6 +562,43 @@ def test_an_unsupported_call_raises_or_falls_back_with_one_warning(kernel):
     assert_same_bits(supported, kernel.det_attn(q.float(), k.float(), v.float()))
 
 
+def test_a_compiled_call_falls_back_in_one_graph(kernel):
+    q, k, v = (x.double() for x in qkv((1, 1, 5, 16)))
+    torch._dynamo.reset()
+    with kernel.replace_sdpa(fallback=True):
+        call = lambda *x: functional.scaled_dot_product_attention(*x)
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(q, k, v), ORIGINAL(q, k, v))
+
+
+def test_dropout_under_vmap_is_refused_or_falls_back(kernel):
+    x = qkv((3, 1, 2, 5, 16))[0]
+
+    def drop(x):
+        return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    with kernel.replace_sdpa(), pytest.raises(NotImplementedError, match="^dropout: got one under torch.func"):
+        torch.func.vmap(drop, randomness="different")(x)
+    with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning, match="torch.func"):
+        assert torch.func.vmap(drop, randomness="different")(x).shape == x.shape
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_dropout_is_exported(kernel, strict):
+    class Drop(nn.Module):
+        def forward(self, x):
+            return kernel.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    x = randn(1, 2, 5, 16)
+    exported = torch.export.export(Drop(), (x,), strict=strict).module()
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(exported(x))
+    assert_same_bits(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
 def test_autocast_gives_torchs_dtype(kernel, device):
     q, k, v = qkv((1, 2, 5, 16), device=device)
     with torch.autocast(device, torch.bfloat16), kernel.replace_sdpa():
@@ -566,8 +637,8 @@ CHEAP = {  # arguments, keywords, the dtype of autocast
 
 @pytest.mark.parametrize("case", CHEAP)
 def test_the_switch_costs_less_than_ten_microseconds(kernel, case):
-    """Of Python, beyond the op itself. Where a look at a tensor takes longer than the 78 ns of an Intel Xeon with Python
-    3.11, all else may take as much longer."""
+    """Of Python, beyond the op itself. Where a look at a tensor takes longer than the 78 ns of an Intel Xeon with
+    Python 3.11, all else may take as much longer."""
     cost, allowed = cost_of_the_switch(kernel, *CHEAP[case])
     assert cost < allowed, f"{cost * 1e6:.1f} us"
 

@@ -461,6 +461,7 @@ WRONG = [
     ("cu_seq_lens_k", torch.tensor([0, 6]), ValueError, "cu_seq_lens_q, cu_seq_lens_k: got one of them"),
     ("attention_mask", torch.ones(3, 6), ValueError, r"attention_mask: got shape \(3, 6\)"),
     ("attention_mask", torch.ones(2, 7), ValueError, r"attention_mask: got shape \(2, 7\)"),
+    ("attention_mask", torch.ones(2, 6), TypeError, "attention_mask: got dtype torch.float32, must be integers"),
     ("attention_mask", torch.ones(3, 1, 6, 6), ValueError, r"attention_mask: got shape \(3, 1, 6, 6\)"),
     ("attention_mask", torch.ones(1, 1, 6, 6).long(), TypeError, "attention_mask: got dtype torch.int64"),
     ("attention_mask", torch.ones(1, 1, 6, 6, requires_grad=True), NotImplementedError, "attention_mask: got a tensor"),
@@ -497,10 +498,12 @@ POSITIONS = [
     (torch.arange(3.0)[None], TypeError, "got dtype torch.float32, must be integers"),
     (torch.arange(5)[None], ValueError, r"got shape \(1, 5\), must be \[B or 1, Sq\] with B = 2, Sq = 3"),
     (torch.arange(3).expand(3, 3), ValueError, r"got shape \(3, 3\)"),
+    (torch.arange(3)[None].to(torch.uint16), TypeError, "got dtype torch.uint16, must be integers"),
+    (torch.zeros(1, 3, dtype=torch.int64, device="meta"), ValueError, "got device meta, must be on query's"),
 ]
 
 
-@pytest.mark.parametrize("wrong, error, message", POSITIONS, ids=["list", "float", "length", "batch"])
+@pytest.mark.parametrize("wrong, error, message", POSITIONS, ids=["list", "float", "length", "batch", "uint16", "meta"])
 def test_positions_that_are_none_are_refused(kernel, wrong, error, message):
     with pytest.raises(error, match="^position_ids: " + message):
         kernel.attention(Layer(), *heads("cpu", 3), position_ids=wrong)

@@ -41,7 +41,8 @@ _DEFAULT_SCALE = (math.nan,) + tuple(1.0 / math.sqrt(head_dim) for head_dim in r
 
 
 def _got_type(x):
-    return type(x).__name__
+    kind = type(x)
+    return "numpy.bool" if kind.__name__ == "bool" and kind is not bool else kind.__name__
 
 
 def are_tensors(**given):
@@ -82,18 +83,28 @@ def _same_device(x, device, name, other):
         raise ValueError(f"{name}: got device {x.device}, must be on {other}'s, {device}")
 
 
+def no_transform(what):
+    if _in_transform():
+        raise NotImplementedError(f"{what}: got one under torch.func (vmap and the like), which has seeds of its own")
+
+
+def input_dtype(x, name):
+    """That of Q, K and V."""
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, allowed are float32, bfloat16 and float16")
+
+
 def matrix(x, name):
     """One of Q, K, V: dtype, [batch, heads, length, head_dim], dense last dimension. Returns its shape."""
     _tensor(x, name)
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, allowed are float32, bfloat16 and float16")
+    input_dtype(x, name)
     shape = x.shape
     if len(shape) != 4:
         raise ValueError(f"{name}: got shape {tuple(shape)}, must be 4-D [batch, heads, length, head_dim]")
     head_dim = shape[3]
     if head_dim < 1 or head_dim > MAX_HEAD_DIM:
         raise ValueError(f"{name}: got head_dim {head_dim}, allowed is 1 to {MAX_HEAD_DIM}")
-    if head_dim != 1 and not is_dense(x):
+    if head_dim != 1 and not is_dense(x) and x.numel() > 0:  # contiguous() leaves the strides of nothing as they are
         raise ValueError(
             f"{name}: got stride {x.stride(3)} in the last dimension, it must be dense (stride 1): call .contiguous()"
         )
@@ -228,8 +239,7 @@ def output_gradient(dO, out, DEN, Q, q_shape):
     """dO of any input dtype and out float32, both [B, Hq, Sq, D]; DEN int64 [B, Hq, Sq]."""
     for x, name in ((dO, "dO"), (out, "out")):
         _tensor(x, name)
-        if x.dtype not in INPUT_DTYPES:
-            raise TypeError(f"{name}: got dtype {x.dtype}, allowed are float32, bfloat16 and float16")
+        input_dtype(x, name)
         _same_device(x, Q.device, name, "Q")
         if x.shape != q_shape:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be Q's, {tuple(q_shape)}")
@@ -405,7 +415,7 @@ def _window(window):
 
 
 def _number(x, name):
-    if not isinstance(x, (float, int)) or isinstance(x, bool):
+    if not isinstance(x, (float, int, Real)) or isinstance(x, bool):
         raise TypeError(f"{name}: got {_got_type(x)}, must be a float or an int")
     return x
 
@@ -444,7 +454,7 @@ def bias(x, Q, shape, name="attn_bias", of="Q"):
         and not _in_transform()
     ):
         if isinstance(x, CausalBias):  # holds no values
-            raise TypeError(f"{name}: got torch's CausalBias, must be a torch.Tensor with values")
+            raise TypeError(f"{name}: got torch's CausalBias, must be a torch.Tensor with values, or causal=True")
         _tensor(x, name)
         if x.dtype is not torch.bool and x.dtype not in INPUT_DTYPES:
             raise TypeError(f"{name}: got dtype {x.dtype}, allowed are bool, float32, bfloat16 and float16")
@@ -486,6 +496,15 @@ def _ranges(ranges, Q):
         )
     if not ranges.is_contiguous():
         raise ValueError("key_ranges: got a tensor that is not contiguous: call .contiguous()")
+
+
+def integers(x, name, Q, of, also=()):
+    """A tensor on Q's device that holds numbers a key can have."""
+    are_tensors(**{name: x})
+    if x.dtype not in (torch.int64, torch.int32, *also):
+        allowed = " and ".join(str(dtype)[6:] for dtype in (*also, torch.int32, torch.int64))
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be integers: allowed are {allowed}")
+    _same_device(x, Q.device, name, of)
 
 
 def length(x, name):

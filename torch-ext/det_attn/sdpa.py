@@ -13,6 +13,7 @@ from typing import Iterator, Optional
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from . import checks
 from .attention import fused
@@ -37,7 +38,7 @@ def scaled_dot_product_attention(
             or float16, all of one dtype and on one device; under autocast they are converted to its dtype first, as
             by torch. Leading dimensions broadcast; there may be none.
         attn_mask: broadcastable to [..., Hq, L, S]. bool: True is attended. float32, bfloat16 or float16: added to the
-            scaled scores, -inf is not attended (contract section 10). No gradient.
+            scaled scores, -inf is not attended (contract section 10). No gradient. Or torch's CausalBias.
         dropout_p: probability of dropping a weight. The seed is drawn from torch's default CPU generator, on every
             device: torch.manual_seed governs it, compiled or not, and nothing waits for a GPU. It is a number of the
             host, so every replay of a CUDA graph drops the weights that were dropped at the capture.
@@ -53,8 +54,8 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
-        NotImplementedError: attn_mask requires grad and grad mode is on, or an input has a forward-mode tangent or is
-            differentiated by torch.func; from the backward() of a gradient.
+        NotImplementedError: attn_mask requires grad and grad mode is on, an input has a forward-mode tangent or is
+            differentiated by torch.func, or dropout under torch.func; from the backward() of a gradient.
     """
     shapes = checks.plain(query, key, value)
     if shapes is None:
@@ -70,11 +71,24 @@ def scaled_dot_product_attention(
             shapes = checks.plain(query, key, value)
     checks.flag(is_causal, "is_causal")
     checks.flag(enable_gqa, "enable_gqa")
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
+    q_offset = 0  # from the top left: query i's own place is key i
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError("attn_mask: got a mask together with is_causal=True, only one of them may be given")
+        if type(attn_mask) is CausalBias:  # isinstance takes ten times as long
+            q_offset = _diagonal(attn_mask, query, key)
+            attn_mask, is_causal = None, True
     if shapes is not None and (enable_gqa or shapes[0][1] == shapes[1][1]):
-        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes)
-    return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision)
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, q_offset, shapes)
+    return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, q_offset)
+
+
+def _diagonal(bias, query, key):
+    """Query 0's own key under torch's CausalBias, which has a shape but holds no values."""
+    sizes = (bias.seq_len_q, bias.seq_len_kv)
+    if query.dim() > 1 and key.dim() > 1 and sizes != (query.shape[-2], key.shape[-2]):
+        raise ValueError(f"attn_mask: got a CausalBias of {sizes}, must be of {(query.shape[-2], key.shape[-2])}")
+    return sizes[1] - sizes[0] if bias.variant is CausalVariant.LOWER_RIGHT else 0
 
 
 def cast_for_autocast(query, key, value):
@@ -89,8 +103,9 @@ def cast_for_autocast(query, key, value):
 def draw_seed():
     """From torch's default CPU generator, on every device: a GPU's would have to be waited for."""
     if torch.compiler.is_compiling():  # the same number; in randint's place Inductor would put another generator
-        return int(torch.ops.aten.random.to(torch.empty((), dtype=torch.int64, device="cpu"), 2**63 - 1))
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        return torch.ops.aten.random.to(torch.empty((), dtype=torch.int64, device="cpu"), 2**63 - 1).item()
+    checks.no_transform("dropout")
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item()
 
 
 def same_width(query, key, value):
@@ -104,7 +119,7 @@ def same_width(query, key, value):
     return query, key, value
 
 
-def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, shapes=None):
+def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, q_offset, shapes=None):
     """Inputs shaped as det_attn takes them; their shapes, if they are checked."""
     q_shape, k_shape = shapes or checks.inputs(query, key, value, checks.TORCHS)
     scale = checks.softmax_scale(scale, q_shape[3])
@@ -119,15 +134,16 @@ def _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision
         modifiers = checks.Modifiers(bias, dropout_p=dropout_p, dropout_seed=draw_seed())
     else:
         modifiers = checks.NO_MODIFIERS if bias is None else (bias, *checks.NO_OTHERS)
-    call = (is_causal, scale, precision, 0, 0, k_shape[2])  # from the top left: query i's own place is key i
+    call = (is_causal, scale, precision, q_offset, 0, k_shape[2])
     return fused(query, key, value, call, modifiers, query.dtype, "auto")[0]
 
 
-def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision):
+def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, q_offset):
     """Any leading dimensions, grouped heads, and values of another width, brought to det_attn's shapes by views."""
     for x, name in ((query, "query"), (key, "key"), (value, "value")):
         if x.dim() < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, must be at least 2-D [..., length, head_dim]")
+        checks.input_dtype(x, name)
     if attn_mask is not None:
         checks.are_tensors(attn_mask=attn_mask)
     width, value_width = checks.widths(query, key, value)
@@ -156,7 +172,7 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
     if attn_mask is not None and len(out_shape) > 4:
         attn_mask = _four_mask(attn_mask, (*out_shape[:-1], key.shape[-2]), batch)
     query, key, value = (four(x) for x in same_width(query, key, value))
-    out = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision)
+    out = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, precision, q_offset)
     return out[..., :value_width].reshape(out_shape)
 
 
@@ -178,7 +194,8 @@ _fast_path = torch.backends.mha.get_fastpath_enabled()  # as it was then: of tor
 
 @contextlib.contextmanager
 def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Iterator[None]:
-    """Within the block, `torch.nn.functional.scaled_dot_product_attention` is det-attn's; also a decorator.
+    """Within the block, `torch.nn.functional.scaled_dot_product_attention` is det-attn's; also a decorator of
+    functions, but of generators and coroutines only while they are made.
 
     It is replaced for the whole process, not for this thread alone, because the recomputation of a checkpoint runs in
     autograd's threads. The fast path of torch.nn's attention and transformer layers, which passes the function by in
@@ -194,7 +211,7 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
 
     Args:
         fallback: False: a call that det-attn does not support raises. True: it warns, once in this block, and runs
-            torch's function; the bytes of such a call are torch's.
+            torch's function; the bytes of such a call are torch's. What torch.compile traces does not warn.
         precision: "highest" or "high", as in `det_attn`.
 
     Raises:
@@ -213,26 +230,30 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
         try:
             return strict(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except (TypeError, ValueError, NotImplementedError) as error:
-            if not warned:
+            if not warned and not torch.compiler.is_compiling():  # a compiler's one graph has no place for a warning
                 warned.append(error)
                 warnings.warn(f"det-attn does not support this call, torch computes it: {error}", stacklevel=2)
+            if isinstance(attn_mask, CausalBias):  # which looks for torch's function where this one is now
+                pairs = torch.ones(attn_mask.seq_len_q, attn_mask.seq_len_kv, dtype=torch.bool, device=query.device)
+                attn_mask = pairs.tril(_diagonal(attn_mask, query, key))
             how = dict(scale=scale, enable_gqa=enable_gqa)
             return _replaced(query, key, value, attn_mask, dropout_p, is_causal, **how)
 
     global _replaced, _fast_path
     entry = lenient if fallback else strict if precision != "highest" else scaled_dot_product_attention
+    block = [entry]  # told from another of the same entry
     with _lock:
         if not _replacements:
             _replaced = functional.scaled_dot_product_attention
             _fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-        _replacements.append(entry)
+        _replacements.append(block)
         functional.scaled_dot_product_attention = entry
     try:
         yield
     finally:
         with _lock:
-            _replacements.remove(entry)
-            functional.scaled_dot_product_attention = _replacements[-1] if _replacements else _replaced
+            _replacements[:] = [other for other in _replacements if other is not block]
+            functional.scaled_dot_product_attention = _replacements[-1][0] if _replacements else _replaced
             if not _replacements:
                 torch.backends.mha.set_fastpath_enabled(_fast_path)

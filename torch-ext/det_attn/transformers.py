@@ -50,8 +50,8 @@ def attention(
         query: [B, Hq, Sq, D]; key: [B, Hkv, Skv, D]; value: [B, Hkv, Skv, Dv]; D and Dv from 1 to 256, Hq a multiple of
             Hkv; float32, bfloat16 or float16.
         attention_mask: [B, 1 or Hq, Sq, >= Skv], bool (True is attended) or float (added to the scores): it alone says
-            what is attended. Or [B, <= Skv], True or 1 where a key is no padding: keys beyond it are left out, and
-            causality and windows count from the last key. Or None.
+            what is attended. Or [B, <= Skv], bool or integers, True or 1 where a key is no padding: keys beyond it are
+            left out, and causality and windows count from the last key. Or None.
         dropout: probability of dropping a weight, from torch's default CPU generator, as in
             `scaled_dot_product_attention`.
         scaling: factor on the scores; None is 1 / sqrt(D).
@@ -154,6 +154,7 @@ def _masked(mask, query, key, value):
     checks.are_tensors(attention_mask=mask)
     shape, batch, kv_len = mask.shape, query.shape[0], key.shape[2]
     if len(shape) == 2 and shape[0] in (1, batch) and shape[1] <= kv_len:
+        checks.integers(mask, "attention_mask", query, "query", (torch.bool, torch.uint8))  # a bias means the opposite
         key, value = key[:, :, : shape[1]], value[:, :, : shape[1]]
         bias = mask[:, None, None].to(torch.bool)
     elif len(shape) == 4:
@@ -169,9 +170,7 @@ def _masked(mask, query, key, value):
 def _are_positions(position_ids, query):
     """Whether they are those of the rows, and not of more than one kind."""
     batch, q_len = query.shape[0], query.shape[2]
-    checks.are_tensors(position_ids=position_ids)
-    if position_ids.dtype.is_floating_point or position_ids.dtype.is_complex or position_ids.dtype is torch.bool:
-        raise TypeError(f"position_ids: got dtype {position_ids.dtype}, must be integers")
+    checks.integers(position_ids, "position_ids", query, "query")
     shape = position_ids.shape
     if len(shape) > 2:
         return False
