@@ -5,7 +5,7 @@
 
 In: tensors Q [B, Hq, Sq, D], K and V [B, Hkv, Skv, D], dO like Q, saved with safetensors, and if the call has them
 attn_bias, alibi_slopes and key_ranges. Out: a hash per boundary, as docs/contract.md section 5 defines it; or the first
-boundary at which two reports differ, and exit status 1. Status 2: a file is not what it should be.
+boundary at which two reports differ, and exit status 1. Status 2: a file or an option is not what it should be.
 """
 
 import argparse
@@ -49,6 +49,13 @@ def sha256(x):
     return hashlib.sha256(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+def rows_of(kernel, name, x, kind, scale, precision):
+    try:
+        return kernel.rows(x, kind, scale, precision=precision)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("x: ", f"{name}: ", 1)) from None
+
+
 def fingerprint(kernel, tensors, settings):
     """boundary -> hash, in the order of the data flow. A boundary is named "kind: what" where a kind has several."""
     Q, K, V = (tensors[name] for name in "QKV")
@@ -58,7 +65,7 @@ def fingerprint(kernel, tensors, settings):
     call = {**settings, **scores}
     found = {f"input: {name}": sha256(x) for name, x in tensors.items()}
     for name, kind in (("Q", "query"), ("K", "key"), ("V", "value")):
-        integers, exponents = kernel.rows(tensors[name], kind, scale if name == "Q" else None, precision=precision)
+        integers, exponents = rows_of(kernel, name, tensors[name], kind, scale if name == "Q" else None, precision)
         found[f"rows: {name} integers"], found[f"rows: {name} exponents"] = sha256(integers), sha256(exponents)
 
     rowmax = kernel.rowmax(Q, K, **scores)
@@ -71,7 +78,7 @@ def fingerprint(kernel, tensors, settings):
         return found
 
     dO = tensors["dO"]
-    integers, exponents = kernel.rows(dO, "key", precision=precision)
+    integers, exponents = rows_of(kernel, "dO", dO, "key", None, precision)
     found["rows: dO integers"], found["rows: dO exponents"] = sha256(integers), sha256(exponents)
     state = (Q, K, V, dO, out, rowmax, den)
     references = kernel.grad_reference(*state, **call)
@@ -104,12 +111,16 @@ def report(kernel, path, device, settings):
         refuse(path, f"has a tensor named {', '.join(unknown)}, allowed are {', '.join(TENSORS)}")
     tensors = {name: stored[name] for name in TENSORS if name in stored}
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
+    try:
+        boundaries = fingerprint(kernel, tensors, settings)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        refuse(path, f"with these options no call of det_attn: {error}")
     return {
         "contract": CONTRACT,
         "where": {"kernel": kernel.__name__, "torch": torch.__version__, "device": f"{device} ({name})"},
         "settings": settings,
         "shapes": {n: [str(x.dtype).removeprefix("torch."), *x.shape] for n, x in tensors.items()},
-        "boundaries": fingerprint(kernel, tensors, settings),
+        "boundaries": boundaries,
     }
 
 
@@ -122,6 +133,8 @@ def read_report(path):
     missing = [name for name, kind in REPORT.items() if not isinstance(parts.get(name), kind)]
     if missing:
         refuse(path, f"not a report of this script: it lacks {', '.join(missing)}")
+    if not found["boundaries"] or not all(isinstance(x, str) for x in found["boundaries"].values()):
+        refuse(path, "not a report of this script: its boundaries are no hashes")
     foreign = [name for name in found["boundaries"] if name.split(":")[0] not in MEANING]
     if foreign:
         refuse(path, f"not a report of this script: {', '.join(foreign)} is no boundary of it")
@@ -151,6 +164,18 @@ def compare(first, second):
     return "\n".join(lines), False
 
 
+def device_of(text):
+    """--device, if it is there."""
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
+    count = torch.cuda.device_count()
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
+        raise argparse.ArgumentTypeError(f"got {text}, must be cpu, or one of {count} CUDA devices here")
+    return device
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", help=".safetensors with Q, K, V, and dO for gradients")
@@ -162,7 +187,7 @@ def main():
     parser.add_argument("--softcap", type=float, default=0.0, help="0: none")
     parser.add_argument("--dropout-p", type=float, default=0.0, help="(%(default)s)")
     parser.add_argument("--dropout-seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    parser.add_argument("--device", type=device_of, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the report there as well")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="compare two reports instead")
     args = parser.parse_args()
@@ -172,6 +197,8 @@ def main():
         text, same = compare(*map(read_report, args.compare))
         print(text)
         return 0 if same else 1
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json: got {args.json}, there is no such folder")
     settings = {name: getattr(args, name) for name in SETTINGS}
     found = report(load_kernel(), args.file, args.device, settings)
     for name, value in found["boundaries"].items():

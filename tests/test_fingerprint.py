@@ -171,6 +171,31 @@ def test_a_file_with_other_tensors_is_refused_by_their_names(refused, tmp_path, 
     assert f"{tmp_path / 'x.safetensors'}: {said}" in refused(tmp_path / "x.safetensors")
 
 
+ZEROS = {name: torch.zeros(1, 1, 2, 4) for name in ("Q", "K", "V", "dO")}
+
+
+@pytest.mark.parametrize(
+    "change, options, said",
+    [
+        ({name: x.double() for name, x in ZEROS.items()}, (), "no call of det_attn: Q: got dtype torch.float64"),
+        ({"dO": ZEROS["dO"].double()}, (), "no call of det_attn: dO: got dtype torch.float64"),
+        ({"K": torch.zeros(1, 1, 2, 5)}, (), "no call of det_attn: K: got shape (1, 1, 2, 5)"),
+        ({"attn_bias": torch.zeros(3)}, (), "no call of det_attn: attn_bias: got shape (3,)"),
+        ({}, ("--scale", "nan"), "no call of det_attn: scale: got nan"),
+        ({}, ("--window", "-2", "0"), "no call of det_attn: window: got (-2, 0)"),
+        ({}, ("--dropout-p", "2"), "no call of det_attn: dropout_p: got 2.0"),
+        ({}, ("--device", "meta"), "--device: got meta, must be cpu, or one of"),
+        ({}, ("--device", "cuda:99"), "--device: got cuda:99, must be cpu, or one of"),
+        ({}, ("--device", "nowhere"), "argument --device: "),
+        ({}, ("--json", "/nowhere/at/all.json"), "--json: got /nowhere/at/all.json, there is no such folder"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else " ".join(x) or "file",
+)
+def test_what_is_no_call_is_refused_by_its_argument(refused, tmp_path, change, options, said):
+    save_file({**ZEROS, **change}, tmp_path / "x.safetensors")
+    assert said in refused(tmp_path / "x.safetensors", *options)
+
+
 @pytest.mark.parametrize("text", [None, "", "not a file of tensors"])
 def test_a_file_that_is_not_of_tensors_is_refused(refused, tmp_path, text):
     path = tmp_path / "x.safetensors"
@@ -189,6 +214,8 @@ def test_a_file_that_is_not_of_tensors_is_refused(refused, tmp_path, text):
         (b'{"contract": 1}', "lacks where, settings, shapes, boundaries"),
         (dict(shapes=None), "lacks shapes"),
         (dict(boundaries={"out": "", "LSE": ""}), "LSE is no boundary of it"),
+        (dict(boundaries={}), "its boundaries are no hashes"),
+        (dict(boundaries={"out": None}), "its boundaries are no hashes"),
     ],
 )
 def test_what_is_no_report_is_refused_by_name(refused, found, tmp_path, change, said):
