@@ -198,7 +198,7 @@ def main():
     parser.add_argument("--output", metavar="FILE", help="append the tables here, e.g. benchmarks/RESULTS.md")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
-        parser.error("no ranks here: start it with python -m torch.distributed.run, as above")
+        parser.error("no ranks here: start it with torchrun --standalone --nproc-per-node N")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))

@@ -154,7 +154,8 @@ def plot(path, online, ours):
     loss.set(title="Training loss", xlabel="step")
     away.set(title="How far the loss is from the first run's", xlabel="step", yscale="log", ylim=(5e-8, 1))
     reds, green, quiet = ("#c8324b", "#e0913c", "#7a2a6f"), "#0b7f6b", {"linewidth": 0.8, "alpha": 0.7}
-    for runs, colour, style, name in ((online, reds[0], "-", "float32 online softmax"), (ours, green, "--", "det-attn")):
+    kinds = (online, reds[0], "-", "float32 online softmax"), (ours, green, "--", "det-attn")
+    for runs, colour, style, name in kinds:
         for i, (_, losses, _) in enumerate(runs):
             loss.plot(losses, style, color=colour, label=name if i == 0 else None, **quiet)
     first = torch.tensor(online[0][1], dtype=torch.float64)
