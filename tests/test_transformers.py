@@ -70,6 +70,8 @@ def token_by_token(model):
 def registered(kernel):
     AttentionInterface.register("det_attn", kernel.attention)
     AttentionMaskInterface.register("det_attn", AttentionMaskInterface()["sdpa"])
+    AttentionInterface.register("det_attn_keys", kernel.attention)
+    AttentionMaskInterface.register("det_attn_keys", AttentionMaskInterface()["flash_attention_2"])
     AttentionInterface.register("det_attn_high", functools.partial(kernel.attention, precision="high"))
     AttentionMaskInterface.register("det_attn_high", AttentionMaskInterface()["sdpa"])
 
@@ -108,13 +110,12 @@ def logits(model, ids, **how):
         return model(ids, **how).logits
 
 
-def both(model, ids, **how):
+def both(model, ids, implementation="det_attn", **how):
     """(det-attn's logits, eager float32's)."""
-    ours = logits(model, ids, **how)
     model.set_attn_implementation("eager")
     eager = logits(model, ids, **how)
-    model.set_attn_implementation("det_attn")
-    return ours, eager
+    model.set_attn_implementation(implementation)
+    return logits(model, ids, **how), eager
 
 
 def assert_close(ours, eager):
@@ -149,11 +150,12 @@ def padded(ids, lengths, side):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_byte(model, device, side):
+@pytest.mark.parametrize("implementation", ["det_attn", "det_attn_keys"])
+def test_padding_changes_no_byte(model, device, implementation, side):
     lengths = [LENGTH, 3, 7]
     ids = tokens(3, LENGTH, device)
     batch, mask, positions = padded(ids, lengths, side)
-    ours, eager = both(model, batch, attention_mask=mask, position_ids=positions, use_cache=False)
+    ours, eager = both(model, batch, implementation, attention_mask=mask, position_ids=positions, use_cache=False)
     for row, length in enumerate(lengths):
         alone = logits(model, ids[row : row + 1, :length], use_cache=False)[0]
         assert_same_bits(ours[row][mask[row] == 1], alone, f"row {row}")
@@ -192,7 +194,9 @@ def test_prefill_chunks_and_cached_decode_change_no_byte(model, device, kind, ch
     assert_same_bits(torch.cat(parts, 1), whole_forward(model, device))
 
 
-def test_generation_from_a_padded_batch_is_that_of_each_alone(model, device):
+@pytest.mark.parametrize("implementation", ["det_attn", "det_attn_keys"])
+def test_generation_from_a_padded_batch_is_that_of_each_alone(model, device, implementation):
+    model.set_attn_implementation(implementation)
     ids = tokens(2, 9, device)
     batch, mask, _ = padded(ids, [9, 4], "left")
     how = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -338,6 +342,73 @@ def test_a_padding_mask_of_keys_is_the_full_mask(kernel, device, q_len, sliding_
     # A static cache: keys beyond the mask have not been written yet.
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 3), value=float("nan")) for x in (k, v))
     assert_same_bits(kernel.attention(Layer(), q, k, v, kept, **how)[0], expected)
+
+
+def padding_calls(kernel, device, sliding_window, is_causal, one, **how):
+    """(a call with a mask of keys that has holes, and hides NaN; the same with the mask of every pair; Q, K, V)."""
+    q_len, kv_len = 150, 300
+    generator = torch.Generator().manual_seed(2)
+    kept = torch.rand(1 if one else 2, kv_len, generator=generator) < 0.7
+    if not one:
+        kept[1] = False
+    q, k, v = (x.requires_grad_() for x in heads(device, q_len, kv_len))
+    with torch.no_grad():
+        for x in (k, v):
+            x.masked_fill_(~kept[:, None, :, None].to(device), float("nan"))
+    i, j = torch.arange(kv_len - q_len, kv_len)[:, None], torch.arange(kv_len)
+    pairs = kept[:, None, None] & ((j <= i) if is_causal else True)
+    if sliding_window is not None:
+        pairs = pairs & ((i - j).abs() < sliding_window)
+    kept, pairs = kept.to(device), pairs.expand(-1, -1, q_len, -1).to(device)
+    of_keys = lambda: kernel.attention(
+        Layer(), q, k, v, kept, is_causal=is_causal, sliding_window=sliding_window, **how
+    )[0]
+    return of_keys, lambda: kernel.attention(Layer(), q, k, v, pairs, **how)[0], (q, k, v)
+
+
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize("sliding_window", [None, 40])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_padding_with_holes_changes_no_byte_of_output_and_gradients(kernel, device, sliding_window, is_causal, one):
+    of_keys, of_pairs, inputs = padding_calls(kernel, device, sliding_window, is_causal, one)
+    found, expected = of_keys(), of_pairs()
+    assert_same_bits(found, expected)
+    assert found[0].isfinite().all() and found[0].any()
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3)).to(device)
+    gradients = [torch.autograd.grad(out, inputs, weights) for out in (found, expected)]
+    for name, x, y in zip("qkv", *gradients):
+        assert_same_bits(x, y, name)
+
+
+@pytest.mark.parametrize("sliding_window, is_causal, reach", [
+    (40, True, 39), (40, False, 78), (None, True, -1), (2**62, True, 2**31),
+])  # fmt: skip
+def test_padding_goes_to_the_op_as_ranges_of_keys(kernel, sliding_window, is_causal, reach):
+    """Not as a bias, whose kernels take twice as long; and with what the window says of their reach."""
+    of_keys = padding_calls(kernel, "cpu", sliding_window, is_causal, False)[0]
+    with torch.no_grad(), RecordedOp(kernel.ops.forward.default) as recorded:
+        of_keys()
+    assert recorded.arguments[10] is None and recorded.arguments[12].shape == (2, 150, 2)
+    assert recorded.arguments[-1] == reach
+
+
+@pytest.mark.parametrize("how", [dict(dropout=0.5), dict(position_bias=torch.zeros(1, 4, 150, 300))], ids=list)
+def test_padding_beside_what_goes_by_the_places_of_keys(kernel, device, how):
+    how = {name: x.to(device) if name == "position_bias" else x for name, x in how.items()}
+    outs = []
+    for call in padding_calls(kernel, device, 40, True, False, **how)[:2]:
+        torch.manual_seed(5)
+        outs.append(call())
+    assert_same_bits(*outs)
+
+
+def test_padding_compiles_in_one_graph(kernel, device):
+    of_keys, of_pairs, inputs = padding_calls(kernel, device, 40, True, False)
+    torch._dynamo.reset()
+    out = torch.compile(of_keys, fullgraph=True, backend="aot_eager")()
+    assert_same_bits(out, of_pairs())
+    for x, y in zip(*(torch.autograd.grad(o.sum(), inputs) for o in (out, of_pairs()))):
+        assert_same_bits(x, y)
 
 
 def test_without_a_mask_positions_find_a_querys_own_key(kernel, device):

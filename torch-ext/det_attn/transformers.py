@@ -8,6 +8,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from . import checks
 from .attention import fused
@@ -43,7 +44,8 @@ def attention(
     """For `attn_implementation="phanerozoic/det-attn:attention"` and for `AttentionInterface.register`.
 
     Register the mask too, or transformers drops padding without a word:
-    `AttentionMaskInterface.register("det_attn", AttentionMaskInterface()["sdpa"])`.
+    `AttentionMaskInterface.register("det_attn", AttentionMaskInterface()["sdpa"])`. With "flash_attention_2" in place
+    of "sdpa" it hands over which keys are padding, but nothing of packed position_ids and of chunked attention.
 
     Args:
         module: the attention layer; `module.is_causal` counts where is_causal is None.
@@ -51,7 +53,8 @@ def attention(
             Hkv; float32, bfloat16 or float16.
         attention_mask: [B, 1 or Hq, Sq, >= Skv], bool (True is attended) or float (added to the scores): it alone says
             what is attended. Or [B, <= Skv], bool or integers, True or 1 where a key is no padding: keys beyond it are
-            left out, and causality and windows count from the last key. Or None.
+            left out, and causality and windows count from the last key; it runs as key_ranges, on copies of key and
+            value, where there is neither dropout nor position_bias. Or None.
         dropout: probability of dropping a weight, from torch's default CPU generator, as in
             `scaled_dot_product_attention`.
         scaling: factor on the scores; None is 1 / sqrt(D).
@@ -106,14 +109,22 @@ def attention(
 
     if attention_mask is not None:
         bias, key, value = _masked(attention_mask, query, key, value)
-    kv_len = key.shape[2]
-    if attention_mask is not None and attention_mask.dim() == 4:
+    query, key, value = same_width(query, key, value)
+    _, k_shape = checks.inputs(query, key, value, checks.TORCHS)
+    kv_len = k_shape[2]
+    of_keys = attention_mask is not None and attention_mask.dim() == 2
+    if attention_mask is not None and not of_keys:
         is_causal = False
     else:
         is_causal = True if is_causal and q_len > 1 else False  # a bool for a traced length too
         if sliding_window is not None:
             window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
-    if attention_mask is None and cu_seq_lens_q is not None:
+    if of_keys and dropout == 0.0 and position_bias is None:  # which go by the places of keys
+        key, value, ranges = _kept_first(bias[:, 0, 0], key, value, q_len, is_causal, window)
+        if min(window) >= 0:
+            reach = min(sum(window), checks.MAX_KEYS)
+        bias, is_causal, window = None, False, checks.EVERYWHERE
+    elif attention_mask is None and cu_seq_lens_q is not None:
         starts_q, starts_k = _starts(cu_seq_lens_q, cu_seq_lens_k, query, key)
         ranges = packed_ranges(starts_q, starts_k[:-1], starts_k[1:], q_len)[0][None]
         if isinstance(max_length_k, int):
@@ -127,8 +138,6 @@ def attention(
 
     if position_bias is not None:
         bias = _with_bias(position_bias, bias, query, kv_len)
-    query, key, value = same_width(query, key, value)
-    _, k_shape = checks.inputs(query, key, value, checks.TORCHS)
     diagonal, modifiers = checks.modifiers(
         query, k_shape, is_causal, q_offset, 0, bias, window, softcap or 0.0, None, ranges, dropout
     )
@@ -165,6 +174,41 @@ def _masked(mask, query, key, value):
         )
     checks.bias(bias, query, (*query.shape[:3], key.shape[2]), "attention_mask", "query")
     return bias, key, value
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order, and their gradients in the old one, bit by bit: gather's own would add them to zeros."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return _in_order(x, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _in_order(grad, ctx.saved_tensors[0].argsort(1)), None
+
+
+def _in_order(x, order):
+    return x.gather(2, order[:, None, :, None].expand(x.shape))
+
+
+def _kept_first(kept, key, value, q_len, is_causal, window):
+    """Keys and values with those that are no padding in front, in their order, and the key_ranges of each query.
+
+    Sums have no order, so this changes no byte; and what a query then attends is one interval, whatever holes the mask
+    has, which may not be looked for on the host. The kernels of intervals cost less than those of a bias, and skip
+    what nobody attends.
+    """
+    kv_len = key.shape[2]
+    order = torch.argsort(kept.logical_not().to(torch.uint8), dim=1, stable=True)
+    before = functional.pad(kept.cumsum(1, dtype=torch.int32), (1, 0))  # how many are kept before each key
+    own = torch.arange(kv_len - q_len, kv_len, device=kept.device)
+    begin = own - window[0] if window[0] >= 0 else torch.zeros_like(own)
+    right = 0 if is_causal else window[1]
+    end = own + (right + 1) if is_causal or right >= 0 else torch.full_like(own, kv_len)
+    ranges = torch.stack([before[:, x.clamp(0, kv_len)] for x in (begin, end)], dim=-1)
+    return _Permuted.apply(key, order), _Permuted.apply(value, order), ranges
 
 
 def _are_positions(position_ids, query):
