@@ -197,14 +197,17 @@ def main():
         text, same = compare(*map(read_report, args.compare))
         print(text)
         return 0 if same else 1
-    if args.json and not args.json.absolute().parent.is_dir():
-        parser.error(f"--json: got {args.json}, there is no such folder")
+    if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        parser.error(f"--json: got {args.json}, must be a file in a folder that is there")
     settings = {name: getattr(args, name) for name in SETTINGS}
     found = report(load_kernel(), args.file, args.device, settings)
     for name, value in found["boundaries"].items():
         print(f"{name:18} {value}")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        try:
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            refuse(args.json, f"cannot be written: {error}")
     return 0
 
 

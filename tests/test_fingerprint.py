@@ -187,7 +187,8 @@ ZEROS = {name: torch.zeros(1, 1, 2, 4) for name in ("Q", "K", "V", "dO")}
         ({}, ("--device", "meta"), "--device: got meta, must be cpu, or one of"),
         ({}, ("--device", "cuda:99"), "--device: got cuda:99, must be cpu, or one of"),
         ({}, ("--device", "nowhere"), "argument --device: "),
-        ({}, ("--json", "/nowhere/at/all.json"), "--json: got /nowhere/at/all.json, there is no such folder"),
+        ({}, ("--json", "/nowhere/at/all.json"), "--json: got /nowhere/at/all.json, must be a file in a folder"),
+        ({}, ("--json", "/"), "--json: got /, must be a file in a folder"),
     ],
     ids=lambda x: None if isinstance(x, str) else " ".join(x) or "file",
 )

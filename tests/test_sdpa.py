@@ -413,7 +413,16 @@ def test_torchs_causal_bias_is_the_mask_it_stands_for(kernel, device, of, offset
         assert_same_bits(functional.scaled_dot_product_attention(q, k, v, bias), expected)
     with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning, match="float64"):
         found = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), bias)
+        with pytest.raises(TypeError):
+            functional.scaled_dot_product_attention([1.0], k, v, bias)
     torch.testing.assert_close(found, ORIGINAL(q.double(), k.double(), v.double(), pairs), equal_nan=True)
+
+
+def test_a_causal_bias_of_other_sizes_falls_back_to_torch(kernel):
+    q, k, v = qkv((1, 2, 5, 16), (1, 2, 7, 16))
+    with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning, match="CausalBias of"):
+        found = functional.scaled_dot_product_attention(q, k, v, causal_upper_left(5, 9))
+    assert torch.equal(found, ORIGINAL(q, k, v, is_causal=True))
 
 
 def test_an_empty_tensor_need_not_be_dense(kernel, device):
@@ -577,10 +586,19 @@ def test_dropout_under_vmap_is_refused_or_falls_back(kernel):
     def drop(x):
         return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
-    with kernel.replace_sdpa(), pytest.raises(NotImplementedError, match="^dropout: got one under torch.func"):
+    with kernel.replace_sdpa(), pytest.raises(NotImplementedError, match="^dropout: got one under torch.func.vmap"):
         torch.func.vmap(drop, randomness="different")(x)
     with kernel.replace_sdpa(fallback=True), pytest.warns(UserWarning, match="torch.func"):
         assert torch.func.vmap(drop, randomness="different")(x).shape == x.shape
+    with kernel.replace_sdpa():
+        torch.manual_seed(4)
+        same = torch.func.vmap(drop, randomness="same")(x)
+        torch.manual_seed(4)
+        assert_same_bits(same[0], drop(x[0]))
+        assert torch.func.grad(lambda w: (drop(x[0]) * w).sum())(torch.tensor(1.0)).isfinite()
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="dropout: got one under torch.func and torch.compile"):
+            torch.compile(torch.func.vmap(drop, randomness="different"), fullgraph=True, backend="eager")(x)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -392,7 +392,10 @@ def test_padding_goes_to_the_op_as_ranges_of_keys(kernel, sliding_window, is_cau
     assert recorded.arguments[-1] == reach
 
 
-@pytest.mark.parametrize("how", [dict(dropout=0.5), dict(position_bias=torch.zeros(1, 4, 150, 300))], ids=list)
+BIAS = torch.randn(1, 4, 150, 300, generator=torch.Generator().manual_seed(6))
+
+
+@pytest.mark.parametrize("how", [dict(dropout=0.5), dict(position_bias=BIAS)], ids=list)
 def test_padding_beside_what_goes_by_the_places_of_keys(kernel, device, how):
     how = {name: x.to(device) if name == "position_bias" else x for name, x in how.items()}
     outs = []
@@ -409,6 +412,20 @@ def test_padding_compiles_in_one_graph(kernel, device):
     assert_same_bits(out, of_pairs())
     for x, y in zip(*(torch.autograd.grad(o.sum(), inputs) for o in (out, of_pairs()))):
         assert_same_bits(x, y)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_padding_under_vmap(kernel, device, own):
+    """Output, and the gradient of keys outside of it."""
+    q, k, v = heads(device)
+    kept = torch.tensor([[[0, 1, 1, 0, 1, 1], [1, 0, 1, 1, 1, 0]], [[1, 1, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1]]]).to(device)
+    many, k = torch.stack((q, -q)), k.requires_grad_()
+    call = lambda q, kept: kernel.attention(Layer(), q, k, v, kept)[0]
+    found = torch.func.vmap(call, (0, 0 if own else None))(many, kept if own else kept[0])
+    expected = torch.stack([call(many[i], kept[i if own else 0]) for i in range(2)])
+    assert_same_bits(found, expected)
+    gradients = [torch.autograd.grad(out.sum(), k)[0] for out in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_without_a_mask_positions_find_a_querys_own_key(kernel, device):

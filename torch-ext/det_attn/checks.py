@@ -83,11 +83,6 @@ def _same_device(x, device, name, other):
         raise ValueError(f"{name}: got device {x.device}, must be on {other}'s, {device}")
 
 
-def no_transform(what):
-    if _in_transform():
-        raise NotImplementedError(f"{what}: got one under torch.func (vmap and the like), which has seeds of its own")
-
-
 def input_dtype(x, name):
     """That of Q, K and V."""
     if x.dtype not in INPUT_DTYPES:
@@ -498,13 +493,14 @@ def _ranges(ranges, Q):
         raise ValueError("key_ranges: got a tensor that is not contiguous: call .contiguous()")
 
 
-def integers(x, name, Q, of, also=()):
-    """A tensor on Q's device that holds numbers a key can have."""
+def integers(x, name, query, also=()):
+    """A tensor of integers on query's device."""
     are_tensors(**{name: x})
-    if x.dtype not in (torch.int64, torch.int32, *also):
-        allowed = " and ".join(str(dtype)[6:] for dtype in (*also, torch.int32, torch.int64))
-        raise TypeError(f"{name}: got dtype {x.dtype}, must be integers: allowed are {allowed}")
-    _same_device(x, Q.device, name, of)
+    allowed = (*also, torch.int8, torch.int16, torch.int32, torch.int64)
+    if x.dtype not in allowed:
+        names = ", ".join(str(dtype)[6:] for dtype in allowed)
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be integers: allowed are {names}")
+    _same_device(x, query.device, name, "query")
 
 
 def length(x, name):

@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it. Nothing is computed.
         NotImplementedError: attn_mask requires grad and grad mode is on, an input has a forward-mode tangent or is
-            differentiated by torch.func, or dropout under torch.func; from the backward() of a gradient.
+            differentiated by torch.func, or dropout under its vmap; from the backward() of a gradient.
     """
     shapes = checks.plain(query, key, value)
     if shapes is None:
@@ -88,7 +88,18 @@ def _diagonal(bias, query, key):
     sizes = (bias.seq_len_q, bias.seq_len_kv)
     if query.dim() > 1 and key.dim() > 1 and sizes != (query.shape[-2], key.shape[-2]):
         raise ValueError(f"attn_mask: got a CausalBias of {sizes}, must be of {(query.shape[-2], key.shape[-2])}")
-    return sizes[1] - sizes[0] if bias.variant is CausalVariant.LOWER_RIGHT else 0
+    return _offset(bias)
+
+
+def _offset(bias):
+    return bias.seq_len_kv - bias.seq_len_q if bias.variant is CausalVariant.LOWER_RIGHT else 0
+
+
+def _as_torch_has_it(bias, device):
+    """(attn_mask, is_causal) with which torch's function computes a CausalBias."""
+    if _offset(bias) == 0:
+        return None, True
+    return torch.ones(bias.seq_len_q, bias.seq_len_kv, dtype=torch.bool, device=device).tril(_offset(bias)), False
 
 
 def cast_for_autocast(query, key, value):
@@ -103,9 +114,13 @@ def cast_for_autocast(query, key, value):
 def draw_seed():
     """From torch's default CPU generator, on every device: a GPU's would have to be waited for."""
     if torch.compiler.is_compiling():  # the same number; in randint's place Inductor would put another generator
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError("dropout: got one under torch.func and torch.compile, allowed is one of them")
         return torch.ops.aten.random.to(torch.empty((), dtype=torch.int64, device="cpu"), 2**63 - 1).item()
-    checks.no_transform("dropout")
-    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item()
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    if torch._C._functorch.is_batchedtensor(seed):
+        raise NotImplementedError("dropout: got one under torch.func.vmap with randomness='different': use 'same'")
+    return seed.item()
 
 
 def same_width(query, key, value):
@@ -233,9 +248,8 @@ def replace_sdpa(*, fallback: bool = False, precision: str = "highest") -> Itera
             if not warned and not torch.compiler.is_compiling():  # a compiler's one graph has no place for a warning
                 warned.append(error)
                 warnings.warn(f"det-attn does not support this call, torch computes it: {error}", stacklevel=2)
-            if isinstance(attn_mask, CausalBias):  # which looks for torch's function where this one is now
-                pairs = torch.ones(attn_mask.seq_len_q, attn_mask.seq_len_kv, dtype=torch.bool, device=query.device)
-                attn_mask = pairs.tril(_diagonal(attn_mask, query, key))
+            if isinstance(attn_mask, CausalBias) and not is_causal:  # it would look for torch's function in vain
+                attn_mask, is_causal = _as_torch_has_it(attn_mask, getattr(query, "device", None))
             how = dict(scale=scale, enable_gqa=enable_gqa)
             return _replaced(query, key, value, attn_mask, dropout_p, is_causal, **how)
 

@@ -45,7 +45,8 @@ def attention(
 
     Register the mask too, or transformers drops padding without a word:
     `AttentionMaskInterface.register("det_attn", AttentionMaskInterface()["sdpa"])`. With "flash_attention_2" in place
-    of "sdpa" it hands over which keys are padding, but nothing of packed position_ids and of chunked attention.
+    of "sdpa" it hands over which keys are padding, but nothing of packed position_ids, of chunked attention and of what
+    a static cache has room for.
 
     Args:
         module: the attention layer; `module.is_causal` counts where is_causal is None.
@@ -163,7 +164,7 @@ def _masked(mask, query, key, value):
     checks.are_tensors(attention_mask=mask)
     shape, batch, kv_len = mask.shape, query.shape[0], key.shape[2]
     if len(shape) == 2 and shape[0] in (1, batch) and shape[1] <= kv_len:
-        checks.integers(mask, "attention_mask", query, "query", (torch.bool, torch.uint8))  # a bias means the opposite
+        checks.integers(mask, "attention_mask", query, (torch.bool, torch.uint8))  # of a bias 0.0 means the opposite
         key, value = key[:, :, : shape[1]], value[:, :, : shape[1]]
         bias = mask[:, None, None].to(torch.bool)
     elif len(shape) == 4:
@@ -179,10 +180,15 @@ def _masked(mask, query, key, value):
 class _Permuted(torch.autograd.Function):
     """Rows in another order, and their gradients in the old one, bit by bit: gather's own would add them to zeros."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, order):
-        ctx.save_for_backward(order)
+    def forward(x, order):
         return _in_order(x, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx, grad):
@@ -208,13 +214,14 @@ def _kept_first(kept, key, value, q_len, is_causal, window):
     right = 0 if is_causal else window[1]
     end = own + (right + 1) if is_causal or right >= 0 else torch.full_like(own, kv_len)
     ranges = torch.stack([before[:, x.clamp(0, kv_len)] for x in (begin, end)], dim=-1)
-    return _Permuted.apply(key, order), _Permuted.apply(value, order), ranges
+    permuted = _Permuted.apply if torch.is_grad_enabled() else _in_order
+    return permuted(key, order), permuted(value, order), ranges
 
 
 def _are_positions(position_ids, query):
     """Whether they are those of the rows, and not of more than one kind."""
     batch, q_len = query.shape[0], query.shape[2]
-    checks.integers(position_ids, "position_ids", query, "query")
+    checks.integers(position_ids, "position_ids", query)
     shape = position_ids.shape
     if len(shape) > 2:
         return False
