@@ -9,9 +9,7 @@ namespace det_attn::cuda {
 
 // The calls that read keys and values in place: one block of query rows a head, 16-byte pieces of 16-bit elements.
 inline bool reads_in_place(const View& x, int64_t head_dim) {
-  return x.dtype != DType::kFloat32 && head_dim % 8 == 0 && head_dim <= 128 &&
-         reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride_batch % 8 == 0 && x.stride_head % 8 == 0 &&
-         x.stride_row % 8 == 0;
+  return x.dtype != DType::kFloat32 && head_dim <= 128 && in_pieces(x, static_cast<int>(head_dim));
 }
 inline bool is_direct(const Problem& p) {
   return p.kv_heads > 0 && p.q_heads / p.kv_heads * p.q_len <= kBlockRows && reads_in_place(p.k, p.head_dim) &&

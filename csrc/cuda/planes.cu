@@ -11,13 +11,6 @@ constexpr int kThreads = kWarps * kWarpSize;
 
 // ---- runs of neighbouring elements ----
 
-// Whether loads of 16 bytes fetch every row whole and nothing else. Other rows are loaded element by element.
-__device__ __forceinline__ bool is_vector_view(const View& x, int dims) {
-  const int count = 16 / element_size(x.dtype);
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && dims % count == 0 && x.stride_batch % count == 0 &&
-         x.stride_head % count == 0 && x.stride_row % count == 0;
-}
-
 // Runs of 16-bit elements, two in a word.
 template <int RUNS, int N, class Convert>
 __device__ __forceinline__ void widen(const uint4 (&raw)[RUNS][N / 8], float (&out)[RUNS][N], Convert to_float) {
@@ -34,7 +27,7 @@ __device__ __forceinline__ void widen(const uint4 (&raw)[RUNS][N / 8], float (&o
 }
 
 // The first count[r] elements of each run as float32, exact for every input dtype; the others are 0. All loads are on
-// their way before the first is used.
+// their way before the first is used. `vector`: the rows are in_pieces(); others are loaded element by element.
 template <int RUNS, int N>
 __device__ __forceinline__ void load_runs(const View& x, bool vector, const int64_t (&at)[RUNS],
                                           const int (&count)[RUNS], float (&out)[RUNS][N]) {
@@ -124,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, RUNS == 4 ? 2 : 4)
     at[r] = batch * x.stride_batch + own_head * x.stride_head + own_row * x.stride_row + d;
     count[r] = real ? s.dims - d : 0;
   }
-  load_runs(x, is_vector_view(x, s.dims), at, count, runs);
+  load_runs(x, in_pieces(x, s.dims), at, count, runs);
 
   // ---- exponent ----
   int largest = 0;
@@ -279,7 +272,7 @@ __global__ void __launch_bounds__(ValueTile<DIMS>::kThreads)
             (problem.mask.kv_lo + key) * x.stride_row + octet * Tile::kLaneDims;
     count[i] = key < s.keys ? s.dims - octet * Tile::kLaneDims : 0;
   }
-  load_runs(x, is_vector_view(x, s.dims), at, count, runs);
+  load_runs(x, in_pieces(x, s.dims), at, count, runs);
 
   // ---- exponents ----
   int largest[4];

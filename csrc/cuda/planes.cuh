@@ -13,6 +13,13 @@ DET_HD int64_t plane_offset(int64_t row, int byte, int row_bytes) {
   return (row >> 3) * 8 * row_bytes + (byte >> 4) * 128 + (row & 7) * 16 + (byte & 15);
 }
 
+// Whether pieces of 16 bytes hold every row whole and nothing else.
+DET_HD bool in_pieces(const View& x, int head_dim) {
+  const int count = 16 / element_size(x.dtype);
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && head_dim % count == 0 && x.stride_batch % count == 0 &&
+         x.stride_head % count == 0 && x.stride_row % count == 0;
+}
+
 // A "head" here is one (batch, key head) pair. Its query rows are those of every query head of the group, one after the
 // other (row = head_in_group * q_len + query), so grouped queries fill a tile together; its keys are [kv_lo, kv_hi).
 struct Shape {

@@ -59,7 +59,7 @@ __device__ __forceinline__ unsigned quantise_values(const uint8_t* raw, uint8_t*
       uint32_t q[Tile::kLaneDims][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int key = word * 4 + quad * 2 + (i & 1) + (i >> 1) * 8;
+        const int key = word * 4 + quad * 2 + value_key(i);
         uint32_t w[kWords];  // a lane has the same few dims of each key
         const uint8_t* at = raw + key * (Tile::kDims * 2) + lane * (kWords * 4);
         if constexpr (kWords == 2) {

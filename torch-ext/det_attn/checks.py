@@ -495,7 +495,7 @@ def _ranges(ranges, Q):
 
 def integers(x, name, query, also=()):
     """A tensor of integers on query's device."""
-    are_tensors(**{name: x})
+    _strided(x, name)
     allowed = (*also, torch.int8, torch.int16, torch.int32, torch.int64)
     if x.dtype not in allowed:
         names = ", ".join(str(dtype)[6:] for dtype in allowed)

@@ -66,7 +66,8 @@ def scaled_dot_product_attention(
             return scaled_dot_product_attention(*four, precision=precision)[0]
     if torch._C._is_any_autocast_enabled():
         device = "cuda" if query.is_cuda else "cpu"
-        if shapes is None or query.dtype is not torch.get_autocast_dtype(device):
+        own = torch.is_autocast_enabled(device)  # and not another device's alone
+        if own and (shapes is None or query.dtype is not torch.get_autocast_dtype(device)):
             query, key, value = cast_for_autocast(query, key, value)
             shapes = checks.plain(query, key, value)
     checks.flag(is_causal, "is_causal")

@@ -121,7 +121,8 @@ def attention(
         if sliding_window is not None:
             window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
     if of_keys and dropout == 0.0 and position_bias is None:  # which go by the places of keys
-        key, value, ranges = _kept_first(bias[:, 0, 0], key, value, q_len, is_causal, window)
+        window = (window[0], 0 if is_causal else window[1])
+        key, value, ranges = _kept_first(bias[:, 0, 0], key, value, q_len, window)
         if min(window) >= 0:
             reach = min(sum(window), checks.MAX_KEYS)
         bias, is_causal, window = None, False, checks.EVERYWHERE
@@ -183,23 +184,23 @@ class _Permuted(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, order):
+    def forward(x, order, inverse):
         return _in_order(x, order)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[1])
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx, grad):
-        return _in_order(grad, ctx.saved_tensors[0].argsort(1)), None
+        return _in_order(grad, ctx.saved_tensors[0]), None, None
 
 
 def _in_order(x, order):
     return x.gather(2, order[:, None, :, None].expand(x.shape))
 
 
-def _kept_first(kept, key, value, q_len, is_causal, window):
+def _kept_first(kept, key, value, q_len, window):
     """Keys and values with those that are no padding in front, in their order, and the key_ranges of each query.
 
     Sums have no order, so this changes no byte; and what a query then attends is one interval, whatever holes the mask
@@ -211,11 +212,12 @@ def _kept_first(kept, key, value, q_len, is_causal, window):
     before = functional.pad(kept.cumsum(1, dtype=torch.int32), (1, 0))  # how many are kept before each key
     own = torch.arange(kv_len - q_len, kv_len, device=kept.device)
     begin = own - window[0] if window[0] >= 0 else torch.zeros_like(own)
-    right = 0 if is_causal else window[1]
-    end = own + (right + 1) if is_causal or right >= 0 else torch.full_like(own, kv_len)
+    end = own + (window[1] + 1) if window[1] >= 0 else torch.full_like(own, kv_len)
     ranges = torch.stack([before[:, x.clamp(0, kv_len)] for x in (begin, end)], dim=-1)
-    permuted = _Permuted.apply if torch.is_grad_enabled() else _in_order
-    return permuted(key, order), permuted(value, order), ranges
+    if not torch.is_grad_enabled():
+        return _in_order(key, order), _in_order(value, order), ranges
+    inverse = order.argsort(1)
+    return _Permuted.apply(key, order, inverse), _Permuted.apply(value, order, inverse), ranges
 
 
 def _are_positions(position_ids, query):
